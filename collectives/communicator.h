@@ -1,0 +1,77 @@
+// The collectives of one group of parameters, over a c10d process group.
+//
+//   composable::Communicator comm(group, c10::kCPU);
+//   auto pending = comm.AllGather(whole, shard);   // returns at once
+//   ... other work ...
+//   pending->Wait();                               // `whole` may be read now
+//
+// Every rank must issue the same collectives of one process group in the same
+// order. Tensors must be contiguous and stay alive and unchanged until Wait()
+// has returned. A rank that does not answer makes Wait() throw after the
+// group's timeout.
+//
+// Thread-compatible: one thread at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace c10d {
+class Backend;
+class ProcessGroup;
+}  // namespace c10d
+
+namespace composable {
+
+// A collective that was issued. Dropping it without Wait() waits for it and
+// swallows its error: the buffers it uses may be reused afterwards.
+class PendingCollective {
+ public:
+  virtual ~PendingCollective() = default;
+  // Blocks until the outputs may be read. Throws what the collective failed
+  // with. Later calls do nothing.
+  virtual void Wait() = 0;
+};
+
+using PendingCollectivePtr = std::unique_ptr<PendingCollective>;
+
+class Communicator {
+ public:
+  // Throws c10::ValueError if `group` is null or has no backend for `device`.
+  Communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+               c10::DeviceType device);
+  ~Communicator();
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  // output[rank * n, (rank + 1) * n) = that rank's input, n = input.numel().
+  PendingCollectivePtr AllGather(at::Tensor output, at::Tensor input);
+
+  // output = sum over ranks of their input[rank * n, (rank + 1) * n),
+  // n = output.numel(). May overwrite `input`.
+  PendingCollectivePtr ReduceScatter(at::Tensor output, at::Tensor input);
+
+  enum class Reduction : uint8_t { kSum, kMax };
+  // In place; returns when done.
+  void AllReduce(at::Tensor tensor, Reduction reduction);
+
+  // Two communicators of one process group compare equal.
+  friend bool operator==(const Communicator& a, const Communicator& b) {
+    return a.backend_ == b.backend_;
+  }
+
+ private:
+  // Declared without its type's definition, which costs seconds to include.
+  struct BackendRef;
+  std::shared_ptr<BackendRef> owned_;
+  const void* backend_ = nullptr;  // identity
+  int rank_ = 0;
+  int size_ = 1;
+};
+
+}  // namespace composable

@@ -1,0 +1,118 @@
+#include "collectives/process_group.h"
+
+#include <c10/util/Exception.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_split.h"
+#include "absl/synchronization/mutex.h"
+#include "collectives/backends.h"
+#include "collectives/environment.h"
+
+namespace composable {
+namespace {
+
+struct DefaultGroup {
+  absl::Mutex mutex;
+  ProcessGroupPtr group ABSL_GUARDED_BY(mutex);
+};
+
+// Never destroyed: modules of static life time may still use the group.
+DefaultGroup& Default() {
+  static auto* instance = new DefaultGroup;
+  return *instance;
+}
+
+c10::intrusive_ptr<c10d::Store> MakeStore(const LaunchEnvironment& env,
+                                          const ProcessGroupOptions& options) {
+  c10d::TCPStoreOptions store_options;
+  store_options.port = env.port;
+  store_options.isServer = env.rank == 0 && !env.agent_store;
+  store_options.numWorkers = static_cast<size_t>(env.world_size);
+  store_options.waitWorkers = !env.agent_store;
+  store_options.timeout = options.timeout();
+  store_options.multiTenant = true;
+  return c10::make_intrusive<c10d::TCPStore>(env.address, store_options);
+}
+
+}  // namespace
+
+ProcessGroupPtr init_process_group(const ProcessGroupOptions& options) {
+  {
+    absl::MutexLock lock(&Default().mutex);
+    TORCH_CHECK_VALUE(Default().group == nullptr,
+                      "init_process_group: the default process group exists "
+                      "already. Call destroy_process_group() first, or pass a "
+                      "store, a rank and a world size for a second group.");
+  }
+  const LaunchEnvironment env = ReadLaunchEnvironment();
+  auto group = init_process_group(MakeStore(env, options), env.rank,
+                                  env.world_size, options);
+  absl::MutexLock lock(&Default().mutex);
+  Default().group = group;
+  return group;
+}
+
+ProcessGroupPtr init_process_group(const c10::intrusive_ptr<c10d::Store>& store,
+                                   int rank, int world_size,
+                                   const ProcessGroupOptions& options) {
+  TORCH_CHECK_VALUE(store != nullptr,
+                    "init_process_group: expected a store, got none.");
+  TORCH_CHECK_VALUE(world_size >= 1 && rank >= 0 && rank < world_size,
+                    "init_process_group: expected 0 <= rank < world_size, got "
+                    "rank ",
+                    rank, " of ", world_size, ".");
+  auto prefixed =
+      c10::make_intrusive<c10d::PrefixStore>(options.prefix(), store);
+  auto group =
+      c10::make_intrusive<c10d::ProcessGroup>(prefixed, rank, world_size);
+  for (absl::string_view name : absl::StrSplit(options.backend(), ',')) {
+    if (name == "gloo") {
+      group->setBackend(
+          c10::kCPU, c10d::ProcessGroup::BackendType::GLOO,
+          MakeGlooBackend(prefixed, rank, world_size, options.timeout()));
+      group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
+    } else if (name == "nccl") {
+      group->setBackend(
+          c10::kCUDA, c10d::ProcessGroup::BackendType::NCCL,
+          MakeNcclBackend(prefixed, rank, world_size, options.timeout()));
+      group->setDefaultBackend(c10d::ProcessGroup::BackendType::NCCL);
+    } else {
+      TORCH_CHECK_VALUE(false,
+                        "init_process_group: expected a backend of 'gloo' or "
+                        "'nccl', or both joined by a comma, got '",
+                        options.backend(), "'.");
+    }
+  }
+  return group;
+}
+
+ProcessGroupPtr default_process_group() {
+  absl::MutexLock lock(&Default().mutex);
+  TORCH_CHECK_VALUE(Default().group != nullptr,
+                    "There is no default process group. Call "
+                    "composable::init_process_group() first, or pass one with "
+                    "FullyShardOptions().process_group(...).");
+  return Default().group;
+}
+
+void destroy_process_group() {
+  ProcessGroupPtr last;
+  absl::MutexLock lock(&Default().mutex);
+  std::swap(last, Default().group);
+}
+
+int rank() {
+  absl::MutexLock lock(&Default().mutex);
+  return Default().group == nullptr ? 0 : Default().group->getRank();
+}
+
+int world_size() {
+  absl::MutexLock lock(&Default().mutex);
+  return Default().group == nullptr ? 1 : Default().group->getSize();
+}
+
+}  // namespace composable

@@ -1,0 +1,115 @@
+#include "composable/clip_grad_norm.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "absl/container/flat_hash_set.h"
+#include "state/fsdp_state.h"
+#include "state/storage_registry.h"
+
+namespace composable {
+namespace {
+
+// The part of the norm that the shards over one process group hold.
+struct Part {
+  Communicator* communicator;  // null: plain parameters
+  double value = 0;
+  std::shared_ptr<FSDPState> keep_alive;
+};
+
+class Norm {
+ public:
+  explicit Norm(double order) : order_(order) {}
+
+  double OfGradient(const at::Tensor& gradient) const {
+    if (!gradient.defined() || gradient.numel() == 0) return 0;
+    const auto norm =
+        at::linalg_vector_norm(gradient, order_, /*dim=*/std::nullopt,
+                               /*keepdim=*/false, at::kDouble)
+            .item<double>();
+    return IsMax() ? norm : std::pow(norm, order_);
+  }
+  double Combine(double a, double b) const {
+    // Not std::max, which loses a NaN.
+    return IsMax() ? (a > b || std::isnan(a) ? a : b) : a + b;
+  }
+  double OverRanks(const Part& part) const {
+    if (part.communicator == nullptr) return part.value;
+    const at::Tensor value = at::zeros({1}, at::kDouble).fill_(part.value);
+    part.communicator->AllReduce(value, IsMax()
+                                            ? Communicator::Reduction::kMax
+                                            : Communicator::Reduction::kSum);
+    return value.item<double>();
+  }
+  double Finish(double value) const {
+    return IsMax() ? value : std::pow(value, 1 / order_);
+  }
+
+ private:
+  bool IsMax() const {
+    return order_ == std::numeric_limits<double>::infinity();
+  }
+  double order_;
+};
+
+}  // namespace
+
+double clip_grad_norm_(const std::vector<at::Tensor>& parameters,
+                       double max_norm, double norm_type,
+                       bool error_if_nonfinite) {
+  TORCH_CHECK_VALUE(norm_type > 0,
+                    "clip_grad_norm_: expected a norm_type above 0, got ",
+                    norm_type, ".");
+  const at::NoGradGuard no_grad;
+  const Norm norm(norm_type);
+  std::vector<Part> parts;
+  std::vector<at::Tensor> gradients;
+  absl::flat_hash_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& parameter : parameters) {
+    if (!parameter.defined() ||
+        !seen.insert(parameter.unsafeGetTensorImpl()).second) {
+      continue;
+    }
+    GuardedStorage found;
+    const bool sharded =
+        FindGuardedStorage(parameter, &found) && found.is_shard;
+    const auto state = sharded ? found.state.lock() : nullptr;
+    Communicator* communicator =
+        state == nullptr ? nullptr : &state->group()->communicator();
+    auto part = std::find_if(parts.begin(), parts.end(), [&](const Part& p) {
+      return p.communicator == nullptr || communicator == nullptr
+                 ? p.communicator == communicator
+                 : *p.communicator == *communicator;
+    });
+    if (part == parts.end()) {
+      part = parts.insert(part, {communicator, 0, state});
+    }
+    const at::Tensor& gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    part->value = norm.Combine(part->value, norm.OfGradient(gradient));
+    gradients.push_back(gradient);
+  }
+  double total = 0;
+  for (const Part& part : parts) {
+    total = norm.Combine(total, norm.OverRanks(part));
+  }
+  total = norm.Finish(total);
+  TORCH_CHECK(!error_if_nonfinite || std::isfinite(total),
+              "clip_grad_norm_: the norm of order ", norm_type,
+              " of the gradients is ", total,
+              ". Look for the step that made it so, or scale anyway with "
+              "error_if_nonfinite=false.");
+  const double scale = max_norm / (total + 1e-6);
+  if (!(scale >= 1)) {
+    for (at::Tensor& gradient : gradients) gradient.mul_(scale);
+  }
+  return total;
+}
+
+}  // namespace composable

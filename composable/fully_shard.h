@@ -1,0 +1,68 @@
+// Shards a module's parameters over the ranks of a process group, in place and
+// without wrapping it: the module is used, trained and called as before.
+//
+//   composable::init_process_group();
+//   GPT model(config);
+//   for (auto& block : *model->blocks) composable::fully_shard(block);
+//   composable::fully_shard(model);
+//   torch::optim::AdamW optimizer(model->parameters(),
+//                                 torch::optim::AdamWOptions(3e-4));
+//
+// Between iterations each rank holds its rows of every parameter. Operators
+// gather the group of parameters that they read, and backward leaves the mean
+// of the ranks' gradients, for this rank's rows, in parameter.grad().
+//
+// Rules:
+//  * Apply it bottom-up: to blocks, then to the whole. A call takes all
+//    parameters below its modules that no earlier call took, as one group.
+//  * Build the optimizer afterwards, from module->parameters().
+//  * Every rank calls it on the same modules in the same order, with the same
+//    initial values, and runs the same operators on them.
+//  * A loss that is a mean over this rank's part of the batch gives gradients
+//    of the mean over all ranks, if the parts are of equal size.
+//  * torch::nn::utils::clip_grad_norm_ sees shards only: use
+//    composable::clip_grad_norm_.
+#pragma once
+
+#include <initializer_list>
+#include <memory>
+#include <vector>
+
+#include "composable/fsdp_module.h"
+#include "composable/module_ref.h"
+#include "state/fully_shard_options.h"
+
+namespace composable {
+
+class FSDPState;
+
+class FullyShard {
+ public:
+  // Throws c10::ValueError if it was applied to the module before, for
+  // parameters that can't be sharded (see state/managed_params.h) and for
+  // options out of range; c10::NotImplementedError for a parameter that is not
+  // on the CPU.
+  FSDPModule operator()(const ModuleRef& module,
+                        const FullyShardOptions& options = {}) const;
+  // One group of all these modules' parameters.
+  FSDPModule operator()(std::initializer_list<ModuleRef> modules,
+                        const FullyShardOptions& options = {}) const;
+  template <typename T>
+  FSDPModule operator()(const std::vector<T>& modules,
+                        const FullyShardOptions& options = {}) const {
+    Modules list;
+    for (const auto& module : modules) list.push_back(ModuleRef(module).ptr());
+    return Apply(list, options);
+  }
+
+  // The state on `module`, or null. For tests and tools.
+  std::shared_ptr<FSDPState> state(const ModuleRef& module) const;
+
+ private:
+  static FSDPModule Apply(const Modules& modules,
+                          const FullyShardOptions& options);
+};
+
+inline constexpr FullyShard fully_shard;
+
+}  // namespace composable

@@ -1,0 +1,150 @@
+#include "composable/state_dict.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_join.h"
+#include "hooks/root_pre_forward.h"
+#include "hooks/unshard.h"
+#include "state/fsdp_state.h"
+#include "state/storage_registry.h"
+#include "state/tensor_access.h"
+
+namespace composable {
+namespace {
+
+// A parameter or buffer under its name.
+struct Item {
+  std::string fqn;
+  at::Tensor tensor;                 // plain value, or the shard
+  std::shared_ptr<FSDPState> state;  // null: plain
+  const FSDPParam* param = nullptr;
+  at::IntArrayRef sizes() const {
+    return param == nullptr ? tensor.sizes() : param->sizes();
+  }
+};
+
+Item MakeItem(std::string fqn, const at::Tensor& tensor) {
+  Item item{std::move(fqn), tensor, nullptr, nullptr};
+  GuardedStorage found;
+  if (!FindGuardedStorage(tensor, &found)) return item;
+  auto state = found.state.lock();
+  if (state == nullptr) return item;
+  for (const auto& param : state->group()->params()) {
+    if (param.sharded.is_same(tensor)) item.param = &param;
+  }
+  if (item.param != nullptr) item.state = std::move(state);
+  return item;
+}
+
+std::vector<Item> Items(const torch::nn::Module& module) {
+  std::vector<Item> items;
+  for (const auto& entry : module.named_parameters()) {
+    items.push_back(MakeItem(entry.key(), entry.value()));
+  }
+  for (const auto& entry : module.named_buffers()) {
+    if (entry.value().defined()) {
+      items.push_back({entry.key(), entry.value(), nullptr, nullptr});
+    }
+  }
+  return items;
+}
+
+// Copies the whole values of all items of `state` into `values`.
+void GatherInto(FSDPState& state, const std::vector<Item>& items,
+                std::vector<at::Tensor>& values) {
+  const auto context = LazyInit(state);
+  const std::lock_guard<std::recursive_mutex> lock(context->mutex);
+  FSDPParamGroup& group = *state.group();
+  FSDPState* needed = &state;
+  const bool was_sharded = group.is_sharded();
+  IssueUnshard(*context, {&needed, 1}, context->forward_order);
+  WaitUnshard(*context, {&needed, 1});
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (items[i].state.get() != &state) continue;
+    const FSDPParam& param = *items[i].param;
+    values[i] =
+        param.WholeIn(group.segments()[param.segment()].storage.lock()).clone();
+  }
+  if (was_sharded) {
+    Reshard(*context, state);
+    context->pool.Purge();
+  }
+}
+
+}  // namespace
+
+StateDict full_state_dict(const ModuleRef& module) {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  const auto items = Items(*module);
+  std::vector<at::Tensor> values(items.size());
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (values[i].defined()) continue;
+    if (items[i].state == nullptr) {
+      values[i] = items[i].tensor.detach().clone();
+    } else {
+      GatherInto(*items[i].state, items, values);
+    }
+  }
+  StateDict result;
+  for (size_t i = 0; i < items.size(); ++i) {
+    result.insert(items[i].fqn, std::move(values[i]));
+  }
+  return result;
+}
+
+void load_full_state_dict(const ModuleRef& module, const StateDict& state_dict,
+                          bool strict) {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  const auto items = Items(*module);
+  std::vector<std::string> missing;
+  std::vector<std::string> misshapen;
+  StateDict unexpected = state_dict;
+  for (const auto& item : items) {
+    const at::Tensor* value = state_dict.find(item.fqn);
+    if (value == nullptr) {
+      missing.push_back(item.fqn);
+      continue;
+    }
+    unexpected.erase(item.fqn);
+    if (value->sizes() != item.sizes()) {
+      misshapen.push_back(c10::str(item.fqn, " (expected ", item.sizes(),
+                                   ", got ", value->sizes(), ")"));
+    }
+  }
+  if (!strict) {
+    missing.clear();
+    unexpected.clear();
+  }
+  TORCH_CHECK_VALUE(
+      missing.empty() && unexpected.is_empty() && misshapen.empty(),
+      "load_full_state_dict: the state dict does not fit the module ",
+      module->name(), ". Missing: [", absl::StrJoin(missing, ", "),
+      "]. Unexpected: [", absl::StrJoin(unexpected.keys(), ", "),
+      "]. Of another shape: [", absl::StrJoin(misshapen, ", "),
+      "]. Nothing was loaded; pass strict=false to skip missing and "
+      "unexpected names.");
+  for (const auto& item : items) {
+    const at::Tensor* value = state_dict.find(item.fqn);
+    if (value == nullptr) continue;
+    if (item.state == nullptr) {
+      at::Tensor(item.tensor).copy_(*value);
+      continue;
+    }
+    FSDPParamGroup& group = *item.state->group();
+    group.MarkDirty();
+    item.param->CopyRowsFrom(
+        *value, group.segments()[item.param->segment()].flat_shard);
+  }
+}
+
+}  // namespace composable

@@ -1,0 +1,26 @@
+// The autograd node that receives the gradients of all parameters of a group.
+//
+//   group->Attach(state, composable::MakeGradientSink(state));
+//
+// Note [Gradient sink]
+// All whole parameters of a group are outputs of this one node, so the engine
+// itself waits until every gradient of a backward has arrived, passes undefined
+// ones for parameters that were not used, and runs the node once. Views,
+// in-place operators, tensors that escape a forward and modules called twice
+// need no care of ours. The node has the highest sequence number, as
+// AccumulateGrad has: with its own, low one the engine would run it after
+// everything else, and no reduction would overlap with computation.
+#pragma once
+
+#include <memory>
+
+#include "state/compatibility.h"
+#include "state/fsdp_state.h"
+
+namespace composable {
+
+// Holds the state weakly. Runs PostBackward; throws c10::Error if the state is
+// gone, because its gradients would be lost.
+NodePtr MakeGradientSink(const std::shared_ptr<FSDPState>& state);
+
+}  // namespace composable

@@ -1,0 +1,13 @@
+// The trigger: every operator that reads or writes a sharded parameter passes
+// here first. See Note [Guard key].
+//
+// The fallback is registered when the library is loaded; there is nothing to
+// call. What it does, for all tensor arguments of an operator at once:
+//   whole parameter, read     gathers its group first (PreForward, or
+//                             PreBackward where a backward runs)
+//   whole parameter, written  throws c10::ValueError: the write would be lost
+//   shard, written            marks its group's gathered values stale
+//   shard, read               nothing
+//
+// Cost: about 0.1 to 0.3 us for an operator whose groups are gathered.
+#pragma once

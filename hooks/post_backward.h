@@ -1,0 +1,29 @@
+// All gradients of a group have arrived.
+//
+// Algorithm: PyTorch FSDP's _post_backward_hook. The trigger is the gradient
+// sink (hooks/gradient_sink.h), which the engine runs once, when it knows that
+// no further gradient of this backward can come.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "state/fsdp_state.h"
+
+namespace composable {
+
+// Packs `gradients` (one per parameter, undefined where there is none), frees
+// the whole parameters, and issues the reduce-scatter, or keeps the gradients
+// if the state does not sync. Waits first for the reduction before it, whose
+// buffer it takes.
+void PostBackward(const std::shared_ptr<FSDPState>& state,
+                  std::vector<at::Tensor> gradients);
+
+// Waits for the reduction in flight, if there is one, and sets its gradients.
+// The context's mutex must be held.
+void FinishReduction(FSDPStateContext& context);
+
+// Issues the reduction of what `state` has packed.
+void IssueReduction(FSDPStateContext& context, FSDPState& state);
+
+}  // namespace composable

@@ -1,0 +1,28 @@
+#include "hooks/pre_forward.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+#include "hooks/post_forward.h"
+#include "hooks/root_pre_forward.h"
+
+namespace composable {
+
+void PreForward(FSDPStateContext& context, FSDPStates needed) {
+  RootPreForward(context);
+  const bool training = c10::GradMode::is_enabled();
+  if (IsCurrent(context, needed, training)) return;
+  PostForward(context, needed);
+  PassOrder& order = context.forward_order;
+  for (const FSDPState* state : needed) {
+    if (training) order.Record(state->id);
+    order.Advance(state->id);
+  }
+  IssueUnshard(context, needed, order);
+  if (context.options.forward_prefetch()) Prefetch(context, needed, order);
+  WaitUnshard(context, needed);
+  SetCurrent(context, needed, training);
+}
+
+}  // namespace composable

@@ -1,0 +1,52 @@
+#include "hooks/root_post_backward.h"
+
+#include <mutex>
+#include <vector>
+
+#include "hooks/post_backward.h"
+#include "hooks/unshard.h"
+
+namespace composable {
+namespace {
+
+void ReshardAll(FSDPStateContext& context) {
+  for (FSDPState* state : context.states) {
+    if (state == nullptr || state->group() == nullptr) continue;
+    state->pinned = false;
+    Reshard(context, *state);
+  }
+  context.pool.Purge();
+  context.current.clear();
+  context.training_state = TrainingState::kIdle;
+  context.callback_graph_task = -1;
+}
+
+}  // namespace
+
+void RootPostBackward(FSDPStateContext& context) {
+  const std::lock_guard<std::recursive_mutex> lock(context.mutex);
+  FinishReduction(context);
+  for (FSDPState* state : context.states) {
+    if (state == nullptr || state->group() == nullptr ||
+        !state->requires_gradient_sync || !state->reduction()->has_pending()) {
+      continue;
+    }
+    state->reduction()->Pack(
+        std::vector<at::Tensor>(state->group()->params().size()), context.pool);
+    IssueReduction(context, *state);
+    FinishReduction(context);
+  }
+  context.backward_order.Commit();
+  context.seed_backward_order = true;
+  ReshardAll(context);
+}
+
+void AbortBackward(FSDPStateContext& context) {
+  if (context.reducing != nullptr) {
+    context.reducing->reduction()->Abandon(context.pool);
+    context.reducing = nullptr;
+  }
+  ReshardAll(context);
+}
+
+}  // namespace composable

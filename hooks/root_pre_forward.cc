@@ -1,0 +1,158 @@
+#include "hooks/root_pre_forward.h"
+
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "hooks/root_post_backward.h"
+#include "state/storage_registry.h"
+
+namespace composable {
+namespace {
+
+// Serialises the making of trees; held for the first use only.
+std::mutex& InitMutex() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+
+class TreeBuilder {
+ public:
+  explicit TreeBuilder(std::shared_ptr<FSDPStateContext> context)
+      : context_(std::move(context)) {}
+
+  void Visit(const torch::nn::Module& module, const std::string& prefix) {
+    const auto state = FindFSDPState(module);
+    if (state != nullptr) Enter(*state, prefix);
+    for (const auto& [param, key] : ShardedParams(module)) {
+      if (named_.insert(param).second) param->fqn = Join(prefix, key);
+    }
+    for (const auto& child : module.named_children()) {
+      Visit(*child.value(), Join(prefix, child.key()));
+    }
+    if (state != nullptr) path_.pop_back();
+  }
+
+ private:
+  static std::string Join(const std::string& prefix, const std::string& key) {
+    return prefix.empty() ? key : prefix + "." + key;
+  }
+
+  void Enter(FSDPState& state, const std::string& prefix) {
+    if (state.context != context_) {
+      state.context = context_;
+      state.id = static_cast<int>(context_->states.size());
+      state.fqn = prefix;
+      state.ancestors.clear();
+      context_->states.push_back(&state);
+    }
+    for (const int id : path_) {
+      if (id != state.id) state.ancestors.push_back(id);
+    }
+    path_.push_back(state.id);
+  }
+
+  // The sharded parameters whose entries are in `module` itself.
+  static std::vector<std::pair<FSDPParam*, std::string>> ShardedParams(
+      const torch::nn::Module& module) {
+    std::vector<std::pair<FSDPParam*, std::string>> found;
+    for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
+      GuardedStorage guarded;
+      if (!FindGuardedStorage(entry.value(), &guarded)) continue;
+      const auto owner = guarded.state.lock();
+      if (owner == nullptr) continue;
+      for (auto& param : owner->group()->params()) {
+        if (param.sharded.is_same(entry.value())) {
+          found.emplace_back(&param, entry.key());
+        }
+      }
+    }
+    return found;
+  }
+
+  std::shared_ptr<FSDPStateContext> context_;
+  std::vector<int> path_;                        // ids of the states above
+  absl::flat_hash_set<const FSDPParam*> named_;  // tied ones: by the first
+};
+
+void Configure(FSDPStateContext& context, FSDPState& root) {
+  context.options = root.options();
+  size_t slot_bytes = 0;
+  for (FSDPState* state : context.states) {
+    state->reshard_after_forward =
+        state->options().reshard_after_forward().value_or(state != &root);
+    if (state->group() == nullptr) continue;
+    state->group()->SetNames(state->fqn.empty() ? "(root)" : state->fqn);
+    context.stats.sharded_param_bytes +=
+        static_cast<int64_t>(state->group()->sharded_bytes());
+    if (state->reshard_after_forward) {
+      slot_bytes = std::max(slot_bytes, state->group()->unsharded_bytes());
+    }
+  }
+  context.pool.set_min_capacity(slot_bytes);
+}
+
+}  // namespace
+
+std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state) {
+  const std::lock_guard<std::mutex> lock(InitMutex());
+  if (state.context != nullptr) return state.context;
+  FSDPState* root = &state;
+  std::shared_ptr<FSDPState> keep;
+  while (auto parent = root->parent.lock()) {
+    keep = std::move(parent);
+    root = keep.get();
+  }
+  auto context = std::make_shared<FSDPStateContext>();
+  TreeBuilder builder(context);
+  for (const auto& module : root->modules()) builder.Visit(*module, "");
+  if (state.context == nullptr) {
+    // The module was taken out of the tree since, or is used by a list whose
+    // first module is gone: it is a tree of its own.
+    context = std::make_shared<FSDPStateContext>();
+    state.context = context;
+    state.id = 0;
+    context->states.push_back(&state);
+    root = &state;
+  }
+  Configure(*context, *root);
+  return context;
+}
+
+void RootPreForward(FSDPStateContext& context) {
+  switch (context.training_state) {
+    case TrainingState::kForward:
+      return;
+    case TrainingState::kPreBackward:
+    case TrainingState::kPostBackward:
+      AbortBackward(context);
+      break;
+    case TrainingState::kIdle:
+      break;
+  }
+  context.training_state = TrainingState::kForward;
+  context.current.clear();
+  context.forward_order.Begin();
+}
+
+void ResetTree(const std::shared_ptr<FSDPStateContext>& context) {
+  const std::lock_guard<std::recursive_mutex> lock(context->mutex);
+  TORCH_CHECK_VALUE(
+      context->training_state == TrainingState::kIdle ||
+          context->training_state == TrainingState::kForward,
+      "fully_shard: a backward through modules that are being sharded is "
+      "running. Shard all modules before training.");
+  AbortBackward(*context);
+  for (FSDPState* state : context->states) {
+    if (state == nullptr) continue;
+    state->id = -1;
+    state->context = nullptr;
+  }
+}
+
+}  // namespace composable

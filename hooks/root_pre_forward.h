@@ -1,0 +1,29 @@
+// The first use of a tree, and the start of each of its iterations.
+//
+//   auto context = composable::LazyInit(*state);   // idempotent
+//
+// Algorithm: PyTorch FSDP's _root_pre_forward and _lazy_init, with the root
+// taken from the module tree instead of from whichever module runs first.
+#pragma once
+
+#include <memory>
+
+#include "state/fsdp_state.h"
+
+namespace composable {
+
+// Finds the root of the tree that `state` belongs to (the topmost module with a
+// state that contains it), gives the tree one context, and every state in it
+// its FQN, its ancestors and its resolved options. Later calls return the same
+// context, until fully_shard is applied further up.
+std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state);
+
+// Starts a forward if none is running. After a backward that threw, waits for
+// what it left in flight and frees it first. The context's mutex must be held.
+void RootPreForward(FSDPStateContext& context);
+
+// Makes the next use of the tree find its root again. Throws c10::ValueError if
+// a forward or backward of the tree is running.
+void ResetTree(const std::shared_ptr<FSDPStateContext>& context);
+
+}  // namespace composable

@@ -1,0 +1,140 @@
+#include "hooks/unshard.h"
+
+#include <algorithm>
+
+#include "absl/container/inlined_vector.h"
+
+namespace composable {
+namespace {
+
+int64_t SlotsInUse(const FSDPStateContext& context) {
+  return std::count_if(context.states.begin(), context.states.end(),
+                       [](const FSDPState* s) {
+                         return s != nullptr && s->group() != nullptr &&
+                                s->uses_slot() && !s->group()->is_sharded();
+                       });
+}
+
+// Frees the left group whose next use is furthest away, if that is after
+// `before`. False if there is none.
+bool EvictOne(FSDPStateContext& context, FSDPStates needed,
+              const PassOrder& order, size_t before) {
+  FSDPState* victim = nullptr;
+  size_t victim_use = 0;
+  for (FSDPState* s : context.states) {
+    if (s == nullptr || s->group() == nullptr || !s->uses_slot() || !s->left ||
+        s->group()->is_sharded() || Contains(needed, s)) {
+      continue;
+    }
+    const size_t use = order.NextUse(s->id);
+    if (victim == nullptr || use > victim_use ||
+        (use == victim_use && s->last_touch < victim->last_touch)) {
+      victim = s;
+      victim_use = use;
+    }
+  }
+  if (victim == nullptr || victim_use <= before) return false;
+  Reshard(context, *victim);
+  return true;
+}
+
+void Issue(FSDPStateContext& context, FSDPState& state) {
+  FSDPParamGroup& group = *state.group();
+  group.IssueUnshard(context.pool);
+  FSDPStats& stats = context.stats;
+  const auto bytes = static_cast<int64_t>(group.unsharded_bytes());
+  ++stats.num_gathers;
+  stats.gathered_bytes += bytes;
+  stats.unsharded_param_bytes += bytes;
+  stats.peak_unsharded_bytes =
+      std::max(stats.peak_unsharded_bytes, stats.unsharded_param_bytes);
+  ++stats.gathers_in_flight;
+  stats.peak_gathers_in_flight =
+      std::max(stats.peak_gathers_in_flight, stats.gathers_in_flight);
+  state.left = false;
+  context.Trace(TraceEvent::kUnshard, state);
+}
+
+// A gather is no longer in flight; `freed`: its memory is gone too.
+void Account(FSDPStateContext& context, const FSDPState& state,
+             ShardedState before, bool freed) {
+  if (before == ShardedState::kUnsharding) --context.stats.gathers_in_flight;
+  if (freed) {
+    context.stats.unsharded_param_bytes -=
+        static_cast<int64_t>(state.group()->unsharded_bytes());
+  }
+}
+
+}  // namespace
+
+void IssueUnshard(FSDPStateContext& context, FSDPStates needed,
+                  const PassOrder& order) {
+  for (FSDPState* state : needed) {
+    FSDPParamGroup& group = *state->group();
+    if (!group.is_sharded() && group.dirty()) Reshard(context, *state);
+    if (!group.is_sharded()) continue;
+    while (state->uses_slot() &&
+           SlotsInUse(context) >= context.options.limit_all_gathers() &&
+           EvictOne(context, needed, order, /*before=*/0)) {
+    }
+    Issue(context, *state);
+  }
+}
+
+void WaitUnshard(FSDPStateContext& context, FSDPStates needed) {
+  for (FSDPState* state : needed) {
+    FSDPParamGroup& group = *state->group();
+    if (group.sharded_state() != ShardedState::kUnsharding) continue;
+    try {
+      group.WaitUnshard(context.pool);
+    } catch (...) {
+      Account(context, *state, ShardedState::kUnsharding, /*freed=*/true);
+      throw;
+    }
+    Account(context, *state, ShardedState::kUnsharding, /*freed=*/false);
+    context.Trace(TraceEvent::kUnshardWait, *state);
+  }
+}
+
+void Reshard(FSDPStateContext& context, FSDPState& state) {
+  FSDPParamGroup& group = *state.group();
+  state.left = false;
+  state.prefetched = false;
+  if (group.is_sharded()) return;
+  const ShardedState before = group.sharded_state();
+  group.Reshard(context.pool);
+  Account(context, state, before, /*freed=*/true);
+  context.Trace(TraceEvent::kReshard, state);
+}
+
+void Prefetch(FSDPStateContext& context, FSDPStates needed, PassOrder& order) {
+  // What was gathered ahead and is not used in this pass makes room.
+  for (FSDPState* s : context.states) {
+    if (s != nullptr && s->prefetched &&
+        order.NextUse(s->id) == PassOrder::kNever) {
+      s->left = true;
+    }
+  }
+  const int64_t limit = context.options.limit_all_gathers();
+  absl::InlinedVector<FSDPState*, 8> seen;
+  for (size_t i = order.next_position(); i < order.size(); ++i) {
+    FSDPState* next = context.states[order.at(i)];
+    if (next == nullptr || Contains(needed, next) || Contains(seen, next)) {
+      continue;
+    }
+    seen.push_back(next);
+    if (static_cast<int64_t>(seen.size()) >= limit) return;
+    FSDPParamGroup& group = *next->group();
+    if (!group.is_sharded() && group.dirty()) Reshard(context, *next);
+    if (!group.is_sharded()) continue;
+    if (context.stats.gathers_in_flight >= limit) return;
+    if (next->uses_slot() && SlotsInUse(context) >= limit &&
+        !EvictOne(context, needed, order, /*before=*/i)) {
+      return;
+    }
+    Issue(context, *next);
+    next->prefetched = true;
+  }
+}
+
+}  // namespace composable

@@ -1,0 +1,43 @@
+// Gathers and frees groups within the tree's limit, for the hooks that know
+// when.
+//
+// Note [Slots]
+// Groups that may be resharded between forward and backward share
+// limit_all_gathers slots. A group that is left keeps its slot until another
+// group needs it. The group whose next use in the pass is furthest away gives
+// way, so prefetch never throws out what is needed before its own target. A
+// gather that an operator waits for always gets memory, over the limit if need
+// be. All decisions follow from the sequence of uses alone, never from timing,
+// so all ranks decide alike.
+//
+// The mutex of the context must be held.
+#pragma once
+
+#include "absl/types/span.h"
+#include "state/fsdp_state.h"
+
+namespace composable {
+
+using FSDPStates = absl::Span<FSDPState* const>;
+
+inline bool Contains(FSDPStates states, const FSDPState* state) {
+  for (const FSDPState* s : states) {
+    if (s == state) return true;
+  }
+  return false;
+}
+
+// Issues the gathers of those of `needed` that are sharded or stale, making
+// room first. `order` tells which other groups are needed soon.
+void IssueUnshard(FSDPStateContext& context, FSDPStates needed,
+                  const PassOrder& order);
+void WaitUnshard(FSDPStateContext& context, FSDPStates needed);
+
+// Frees the whole parameters of `state`, waiting for its gather if one is in
+// flight.
+void Reshard(FSDPStateContext& context, FSDPState& state);
+
+// Issues the gathers of the next groups in `order`, as far as slots allow.
+void Prefetch(FSDPStateContext& context, FSDPStates needed, PassOrder& order);
+
+}  // namespace composable

@@ -1,0 +1,109 @@
+#include "state/fsdp_param.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "state/tensor_access.h"
+
+namespace composable {
+
+FSDPParam::FSDPParam(const at::Tensor& parameter, std::string name,
+                     std::vector<ParameterSlot> slots)
+    : fqn(std::move(name)),
+      slots(std::move(slots)),
+      unsharded_(parameter.getIntrusivePtr()),
+      dtype_(parameter.scalar_type()),
+      sizes_(parameter.sizes().begin(), parameter.sizes().end()),
+      strides_(parameter.strides().begin(), parameter.strides().end()),
+      numel_(parameter.numel()) {
+  // Dimensions of one element have no place in memory: they come last, so that
+  // a [1, n] parameter is cut along n.
+  const auto size = static_cast<int64_t>(sizes_.size());
+  for (int64_t d = 0; d < size; ++d) {
+    if (sizes_[d] != 1) memory_order_.push_back(d);
+  }
+  std::stable_sort(
+      memory_order_.begin(), memory_order_.end(),
+      [&](int64_t a, int64_t b) { return strides_[a] > strides_[b]; });
+  if (std::is_sorted(memory_order_.begin(), memory_order_.end())) {
+    int64_t stride = 1;
+    for (int64_t d = size; d-- > 0;) {
+      strides_[d] = stride;
+      stride *= std::max<int64_t>(sizes_[d], 1);
+    }
+  }
+  for (int64_t d = 0; d < size; ++d) {
+    if (sizes_[d] == 1) memory_order_.push_back(d);
+  }
+  rows_ = sizes_.empty() ? 1 : sizes_[memory_order_[0]];
+}
+
+ParamExtent FSDPParam::extent() const {
+  return {.numel = numel_, .rows = rows_};
+}
+
+void FSDPParam::Place(int segment, size_t index, const ShardLayout& layout,
+                      int rank) {
+  segment_ = segment;
+  placement_ = layout.placement(index);
+  local_ = layout.range(index, rank);
+  local_offset_ =
+      local_.begin == local_.end
+          ? 0
+          : placement_.offset + local_.begin - rank * layout.shard_numel();
+}
+
+at::Tensor FSDPParam::InMemoryOrder(const at::Tensor& whole) const {
+  return whole.permute(memory_order_);
+}
+
+void FSDPParam::CopyElements(const at::Tensor& whole, int64_t begin,
+                             int64_t end, const at::Tensor& destination) const {
+  if (begin == end) return;
+  const at::Tensor ordered = InMemoryOrder(whole);
+  const int64_t row = numel_ / rows_;
+  if (begin % row == 0 && end % row == 0) {
+    const at::Tensor part = ordered.narrow(0, begin / row, (end - begin) / row);
+    destination.view(part.sizes()).copy_(part);
+  } else {
+    destination.copy_(ordered.reshape({-1}).narrow(0, begin, end - begin));
+  }
+}
+
+void FSDPParam::CopyRowsFrom(const at::Tensor& whole,
+                             const at::Tensor& flat_shard) const {
+  CopyElements(whole, local_.begin, local_.end,
+               flat_shard.narrow(0, local_offset_, local_.end - local_.begin));
+}
+
+at::Tensor FSDPParam::RowsIn(const at::Tensor& flat) const {
+  const int64_t elements = local_.end - local_.begin;
+  const int64_t row = numel_ / rows_;
+  Dims sizes = sizes_;
+  Dims strides = strides_;
+  if (placement_.granularity == row) {
+    sizes[memory_order_[0]] = elements / row;
+  } else {
+    // Cut between elements: one column of them, with the number of dimensions
+    // that rules such as "no weight decay for vectors" look at.
+    std::fill(sizes.begin(), sizes.end(), 1);
+    std::fill(strides.begin(), strides.end(), 1);
+    sizes[0] = elements;
+  }
+  return internal::MakeTensor(internal::StorageOf(flat), flat.scalar_type(),
+                              sizes, strides,
+                              flat.storage_offset() + local_offset_);
+}
+
+at::Tensor FSDPParam::WholeIn(
+    const c10::intrusive_ptr<c10::StorageImpl>& storage) const {
+  return internal::MakeTensor(storage, dtype_, sizes_, strides_,
+                              placement_.offset);
+}
+
+at::Tensor FSDPParam::unsharded() const {
+  auto impl = unsharded_.lock();
+  return impl ? at::Tensor(std::move(impl)) : at::Tensor();
+}
+
+}  // namespace composable

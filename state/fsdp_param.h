@@ -1,0 +1,105 @@
+// One sharded parameter: its two tensors, and where they lie.
+//
+// Note [Registry and member]
+// A LibTorch parameter has two handles to one TensorImpl: the entry in
+// Module::parameters_, which optimizers, zero_grad and save see, and the member
+// field, which forward reads. Sharding replaces only the entry:
+//
+//   sharded tensor S     in the entry; a leaf of this rank's rows; a view of
+//                        the segment's flat shard, always there; S.grad() is
+//                        this rank's reduced gradient
+//   unsharded tensor P   the member's own TensorImpl, keeping its identity for
+//                        ever; a non-leaf view of the segment's unsharded
+//                        storage, which is filled by an all-gather and emptied
+//                        in place; its gradient flows into the gradient sink
+//
+// Thread-compatible: guarded by the mutex of the tree.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "state/shard_layout.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace composable {
+
+// An entry of a module's parameter registry.
+struct ParameterSlot {
+  std::weak_ptr<torch::nn::Module> module;
+  std::string key;
+};
+
+class FSDPParam {
+ public:
+  using Dims = c10::SmallVector<int64_t, 4>;
+
+  // Describes `parameter`, which must be dense. `name` is how messages call
+  // it until the tree is known.
+  FSDPParam(const at::Tensor& parameter, std::string name,
+            std::vector<ParameterSlot> slots);
+
+  // Elements and outermost rows, in memory order.
+  ParamExtent extent() const;
+
+  // Fixes the parameter's place in segment `segment`, whose layout it is the
+  // `index`-th entry of.
+  void Place(int segment, size_t index, const ShardLayout& layout, int rank);
+
+  // Copies this rank's rows of `whole`, a tensor of the parameter's shape, into
+  // `flat_shard`, or back with the other two.
+  void CopyRowsFrom(const at::Tensor& whole,
+                    const at::Tensor& flat_shard) const;
+
+  // This rank's rows in `flat`, a flat shard or a flat reduced gradient: not a
+  // view in autograd's sense.
+  at::Tensor RowsIn(const at::Tensor& flat) const;
+
+  // The whole parameter in a flat unsharded buffer.
+  at::Tensor WholeIn(const c10::intrusive_ptr<c10::StorageImpl>& storage) const;
+
+  // Copies elements [begin, end), counted in memory order, of `whole` to
+  // `destination`, a flat tensor of end - begin elements.
+  void CopyElements(const at::Tensor& whole, int64_t begin, int64_t end,
+                    const at::Tensor& destination) const;
+
+  // P, or an undefined tensor if nothing holds it any more.
+  at::Tensor unsharded() const;
+
+  std::string fqn;
+  std::vector<ParameterSlot> slots;  // every entry that holds S
+  at::Tensor sharded;                // S
+  bool has_edge = false;             // P's gradients flow into the sink
+
+  int segment() const { return segment_; }
+  int64_t numel() const { return numel_; }
+  int64_t offset() const { return placement_.offset; }
+  ShardRange local_range() const { return local_; }
+  c10::ScalarType dtype() const { return dtype_; }
+  at::IntArrayRef sizes() const { return sizes_; }
+
+ private:
+  at::Tensor InMemoryOrder(const at::Tensor& whole) const;
+
+  c10::weak_intrusive_ptr<c10::TensorImpl> unsharded_;
+  c10::ScalarType dtype_;
+  Dims sizes_;
+  Dims strides_;
+  Dims memory_order_;  // dimensions from the outermost in memory inwards
+  int64_t numel_ = 0;
+  int64_t rows_ = 1;
+  int segment_ = 0;
+  ParamPlacement placement_{};
+  ShardRange local_{};
+  int64_t local_offset_ = 0;  // of local_.begin in the flat shard
+};
+
+}  // namespace composable

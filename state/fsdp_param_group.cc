@@ -1,0 +1,245 @@
+#include "state/fsdp_param_group.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "state/storage_registry.h"
+#include "state/tensor_access.h"
+
+namespace composable {
+namespace {
+
+constexpr size_t kSegmentAlignment = 128;  // bytes
+
+size_t RoundUp(size_t bytes) {
+  return (bytes + kSegmentAlignment - 1) / kSegmentAlignment *
+         kSegmentAlignment;
+}
+
+}  // namespace
+
+FSDPParamGroup::FSDPParamGroup(const ManagedParams& managed,
+                               Communicator communicator)
+    : communicator_(std::move(communicator)) {
+  // What is made here lives on after an inference or no-grad scope.
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  for (const auto& owned : managed.owned) {
+    params_.emplace_back(owned.parameter, owned.name, owned.slots);
+  }
+  BuildSegments();
+  TakeOver();
+}
+
+FSDPParamGroup::~FSDPParamGroup() {
+  for (const auto& segment : segments_) {
+    UnregisterGuardedStorage(segment.storage._unsafe_get_target());
+    UnregisterGuardedStorage(
+        segment.flat_shard.storage().unsafeGetStorageImpl());
+  }
+}
+
+void FSDPParamGroup::BuildSegments() {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const at::Tensor parameter = params_[i].unsharded();
+    auto it = std::find_if(
+        segments_.begin(), segments_.end(), [&](const Segment& segment) {
+          return segment.dtype == parameter.scalar_type() &&
+                 segment.trainable == parameter.requires_grad();
+        });
+    if (it == segments_.end()) {
+      Segment segment;
+      segment.dtype = parameter.scalar_type();
+      segment.trainable = parameter.requires_grad();
+      it = segments_.insert(segments_.end(), std::move(segment));
+    }
+    it->params.push_back(static_cast<int>(i));
+  }
+  for (size_t s = 0; s < segments_.size(); ++s) {
+    Segment& segment = segments_[s];
+    const auto itemsize = static_cast<int64_t>(c10::elementSize(segment.dtype));
+    std::vector<ParamExtent> extents;
+    for (const int i : segment.params) extents.push_back(params_[i].extent());
+    segment.layout = ShardLayout::Plan(
+        extents, {.world_size = communicator_.size(), .itemsize = itemsize});
+    segment.buffer_offset = unsharded_bytes_;
+    unsharded_bytes_ += RoundUp(segment.layout.unsharded_numel() * itemsize);
+    segment.flat_shard =
+        at::zeros({segment.layout.shard_numel()}, segment.dtype);
+    for (size_t k = 0; k < segment.params.size(); ++k) {
+      FSDPParam& param = params_[segment.params[k]];
+      param.Place(static_cast<int>(s), k, segment.layout, communicator_.rank());
+      param.CopyRowsFrom(param.unsharded().detach(), segment.flat_shard);
+    }
+  }
+}
+
+void FSDPParamGroup::TakeOver() {
+  for (auto& segment : segments_) {
+    auto storage = internal::MakeEmptyStorage(segment.layout.unsharded_numel() *
+                                              c10::elementSize(segment.dtype));
+    segment.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(storage);
+    for (const int i : segment.params) {
+      FSDPParam& param = params_[i];
+      at::Tensor whole = param.unsharded();
+      param.sharded = param.RowsIn(segment.flat_shard);
+      param.sharded.set_requires_grad(whole.requires_grad());
+      if (whole.grad().defined()) {
+        const at::Tensor flat = at::zeros_like(segment.flat_shard);
+        param.CopyRowsFrom(whole.grad().to_dense(), flat);
+        param.sharded.mutable_grad() = param.RowsIn(flat);
+        whole.mutable_grad().reset();
+      }
+      internal::AddGuard(param.sharded);
+      if (whole.storage().use_count() > 1) {
+        TORCH_WARN("fully_shard: parameter '", param.fqn,
+                   "' shares its memory with another tensor, such as a view "
+                   "taken before: that memory stays, and later changes of the "
+                   "parameter do not reach it.");
+      }
+      internal::MoveIntoStorage(whole, param.WholeIn(storage));
+      for (const auto& slot : param.slots) {
+        internal::Parameters(*slot.module.lock())[slot.key] = param.sharded;
+      }
+    }
+    new_storages_.push_back(std::move(storage));
+  }
+}
+
+void FSDPParamGroup::Attach(const std::shared_ptr<FSDPState>& state,
+                            NodePtr sink) {
+  sink_ = std::move(sink);
+  for (auto& param : params_) {
+    sink_->add_input_metadata(param.unsharded());
+  }
+  for (size_t i = 0; i < params_.size(); ++i) {
+    SyncGradientEdge(static_cast<int>(i));
+  }
+  for (size_t s = 0; s < segments_.size(); ++s) {
+    internal::SetOwner(*new_storages_[s], state);
+    RegisterGuardedStorage(new_storages_[s].get(),
+                           {state, static_cast<int>(s), /*is_shard=*/false});
+    RegisterGuardedStorage(
+        segments_[s].flat_shard.storage().unsafeGetStorageImpl(),
+        {state, static_cast<int>(s), /*is_shard=*/true});
+  }
+  new_storages_.clear();
+}
+
+void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
+  TORCH_INTERNAL_ASSERT(is_sharded());
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  buffer_ = pool.Acquire(unsharded_bytes_);
+  sharded_state_ = ShardedState::kUnsharding;
+  dirty_ = false;
+  try {
+    for (const auto& segment : segments_) {
+      const auto storage = segment.storage.lock();
+      if (!storage) continue;  // nothing holds these parameters any more
+      internal::SetData(
+          *storage, static_cast<char*>(buffer_->data) + segment.buffer_offset);
+      const int64_t numel = segment.layout.unsharded_numel();
+      gathers_.push_back(communicator_.AllGather(
+          internal::MakeTensor(storage, segment.dtype, {numel}, {1}, 0),
+          segment.flat_shard));
+    }
+  } catch (...) {
+    Reshard(pool);
+    throw;
+  }
+}
+
+void FSDPParamGroup::WaitUnshard(BufferPool& pool) {
+  if (sharded_state_ != ShardedState::kUnsharding) return;
+  try {
+    for (const auto& gather : gathers_) gather->Wait();
+  } catch (...) {
+    Reshard(pool);
+    throw;
+  }
+  gathers_.clear();
+  sharded_state_ = ShardedState::kUnsharded;
+}
+
+void FSDPParamGroup::Reshard(BufferPool& pool) {
+  if (is_sharded()) return;
+  gathers_.clear();  // waits
+  for (const auto& segment : segments_) {
+    if (const auto storage = segment.storage.lock()) {
+      internal::DropData(*storage);
+    }
+  }
+  pool.Release(std::exchange(buffer_, nullptr));
+  sharded_state_ = ShardedState::kSharded;
+}
+
+void FSDPParamGroup::MarkDirty() {
+  if (dirty_) return;
+  for (const auto& gather : gathers_) gather->Wait();  // it reads the shard
+  dirty_ = true;
+  for (const auto& param : params_) {
+    if (const at::Tensor whole = param.unsharded(); whole.defined()) {
+      internal::BumpVersion(whole);
+    }
+  }
+}
+
+bool FSDPParamGroup::SyncGradientEdge(int index) {
+  FSDPParam& param = params_[index];
+  const bool wanted = param.sharded.requires_grad();
+  const at::Tensor whole = param.unsharded();
+  if (wanted == param.has_edge || !whole.defined()) return false;
+  internal::SetGradientEdge(whole, wanted ? sink_ : NodePtr(),
+                            static_cast<uint32_t>(index));
+  param.has_edge = wanted;
+  return true;
+}
+
+bool FSDPParamGroup::has_gradient_edges() const {
+  return std::any_of(params_.begin(), params_.end(),
+                     [](const FSDPParam& param) { return param.has_edge; });
+}
+
+void FSDPParamGroup::SetNames(const std::string& group_fqn) {
+  constexpr size_t kNamed = 8;
+  for (const auto& segment : segments_) {
+    const auto storage = segment.storage.lock();
+    if (!storage) continue;
+    std::string names;
+    for (size_t k = 0; k < segment.params.size() && k < kNamed; ++k) {
+      names += (k == 0 ? "'" : ", '") + params_[segment.params[k]].fqn + "'";
+    }
+    if (segment.params.size() > kNamed) names += ", ...";
+    internal::SetFreedMessage(
+        *storage,
+        "The parameters " + names + " of the module '" + group_fqn +
+            "' are sharded: their whole values are not in memory. Operators "
+            "gather them by themselves; to read them in another way, call "
+            "unshard() on the handle that fully_shard returned, and reshard() "
+            "afterwards.");
+  }
+}
+
+int FSDPParamGroup::FindParam(int segment, int64_t storage_offset) const {
+  const auto& indices = segments_[segment].params;
+  auto it = std::upper_bound(indices.begin(), indices.end(), storage_offset,
+                             [&](int64_t offset, int index) {
+                               return offset < params_[index].offset();
+                             });
+  return it == indices.begin() ? indices.front() : *(it - 1);
+}
+
+size_t FSDPParamGroup::sharded_bytes() const {
+  size_t bytes = 0;
+  for (const auto& segment : segments_) bytes += segment.flat_shard.nbytes();
+  return bytes;
+}
+
+}  // namespace composable

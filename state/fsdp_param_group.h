@@ -1,0 +1,122 @@
+// The parameters that are gathered and reduced together.
+//
+// Parameters of one dtype, trainable or frozen when they were sharded, form a
+// segment; a group is usually one segment. Each segment has a flat shard (this
+// rank's part, always there), an unsharded storage that all its parameters are
+// views of, and a layout that makes the ranks' flat shards, one after the
+// other, equal to the unsharded buffer. So unsharding is: point the storage to
+// a buffer, all-gather into it. Resharding is: take the buffer away. Neither
+// copies, and neither costs work per parameter.
+//
+//   group.IssueUnshard(pool);   // returns at once
+//   group.WaitUnshard();        // parameters may be read
+//   group.Reshard(pool);        // parameters may not be read
+//
+// Note [Who owns a group]
+// The unsharded storages own the FSDPState, and so its group. They live as long
+// as a member field or an autograd graph holds one of the parameters: a group
+// dies with its module at once, and a loss that outlives its model can still
+// run backward. The group holds its storages and parameters weakly.
+//
+// Thread-compatible: guarded by the mutex of the tree.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collectives/buffer_pool.h"
+#include "collectives/communicator.h"
+#include "state/compatibility.h"
+#include "state/fsdp_param.h"
+#include "state/managed_params.h"
+#include "state/shard_layout.h"
+#include "state/training_state.h"
+
+namespace composable {
+
+class FSDPState;
+
+class FSDPParamGroup {
+ public:
+  struct Segment {
+    c10::ScalarType dtype = c10::ScalarType::Undefined;
+    bool trainable = true;  // when it was sharded
+    std::vector<int> params;
+    ShardLayout layout =
+        ShardLayout::Plan({}, {.world_size = 1, .itemsize = 1});
+    at::Tensor flat_shard;
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage{
+        c10::intrusive_ptr<c10::StorageImpl>()};
+    size_t buffer_offset = 0;  // of this segment in the group's buffer
+  };
+
+  // Takes the parameters over: their registry entries become shards, their
+  // memory is released. Every rank must pass equal parameters. Needs the memory
+  // of this rank's shards on top of the parameters.
+  FSDPParamGroup(const ManagedParams& managed, Communicator communicator);
+  ~FSDPParamGroup();
+  FSDPParamGroup(const FSDPParamGroup&) = delete;
+  FSDPParamGroup& operator=(const FSDPParamGroup&) = delete;
+
+  // Second part of the take-over, when the state that owns this group exists:
+  // registers the storages, hands ownership to them and connects the
+  // parameters to `sink`, whose input i is the gradient of parameter i.
+  void Attach(const std::shared_ptr<FSDPState>& state, NodePtr sink);
+
+  // kSharded -> kUnsharding. A later gather replaces the values of an earlier
+  // one, so a group that is stale is resharded first.
+  void IssueUnshard(BufferPool& pool);
+  // kUnsharding -> kUnsharded. If the gather failed: -> kSharded, and throws.
+  void WaitUnshard(BufferPool& pool);
+  // Any -> kSharded; waits for a gather in flight.
+  void Reshard(BufferPool& pool);
+
+  ShardedState sharded_state() const { return sharded_state_; }
+  bool is_sharded() const { return sharded_state_ == ShardedState::kSharded; }
+
+  // A shard was, or is about to be, written: what is gathered is stale, and
+  // autograd must refuse a backward through it.
+  void MarkDirty();
+  bool dirty() const { return dirty_; }
+
+  // Follows what the user last asked of parameter `index` with
+  // requires_grad_() on its shard. True if that changed.
+  bool SyncGradientEdge(int index);
+  // Whether a backward can bring gradients for any parameter.
+  bool has_gradient_edges() const;
+
+  // Names the storages after the group and its parameters in errors.
+  void SetNames(const std::string& group_fqn);
+
+  int FindParam(int segment, int64_t storage_offset) const;
+
+  const std::vector<FSDPParam>& params() const { return params_; }
+  std::vector<FSDPParam>& params() { return params_; }
+  const std::vector<Segment>& segments() const { return segments_; }
+  Communicator& communicator() { return communicator_; }
+  size_t unsharded_bytes() const { return unsharded_bytes_; }
+  size_t sharded_bytes() const;
+
+ private:
+  void BuildSegments();
+  void TakeOver();
+
+  Communicator communicator_;
+  std::vector<FSDPParam> params_;
+  std::vector<Segment> segments_;
+  size_t unsharded_bytes_ = 0;
+  NodePtr sink_;  // holds the state weakly
+  // Storages between construction and Attach().
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> new_storages_;
+
+  ShardedState sharded_state_ = ShardedState::kSharded;
+  bool dirty_ = false;  // a shard changed since the last gather was issued
+  BufferPool::Buffer* buffer_ = nullptr;       // while not kSharded
+  std::vector<PendingCollectivePtr> gathers_;  // while kUnsharding
+};
+
+}  // namespace composable

@@ -1,0 +1,122 @@
+// What one call of fully_shard keeps: FSDPState; and what all calls in one
+// module tree share: FSDPStateContext.
+//
+//   std::shared_ptr<FSDPState> state = composable::fully_shard.state(block);
+//   state->group()->sharded_state();   // kSharded between iterations
+//
+// A state exists from fully_shard on. The context is made at the first use of
+// the tree (hooks/root_pre_forward), when the root is known: the topmost module
+// with a state that contains the one in use.
+//
+// Thread rules: a tree is used by one forward or backward at a time. The
+// context's mutex guards the context and all its states; it is recursive
+// because an operator issued by a hook may itself touch a sharded parameter.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "collectives/buffer_pool.h"
+#include "state/contract_registry.h"
+#include "state/fsdp_param_group.h"
+#include "state/fully_shard_options.h"
+#include "state/gradient_reduction.h"
+#include "state/pass_order.h"
+#include "state/trace.h"
+#include "state/training_state.h"
+
+namespace composable {
+
+class FSDPState;
+
+class FSDPStateContext {
+ public:
+  FSDPStateContext() = default;
+  FSDPStateContext(const FSDPStateContext&) = delete;
+  FSDPStateContext& operator=(const FSDPStateContext&) = delete;
+
+  std::recursive_mutex mutex;
+
+  // By FSDPState::id, in the order of the tree's modules; null where a state
+  // has died with its module.
+  std::vector<FSDPState*> states;
+  FullyShardOptions options;  // of the root
+
+  TrainingState training_state = TrainingState::kIdle;
+  // The states whose parameters the last operator read.
+  std::vector<FSDPState*> current;
+  bool current_grad_mode = false;  // of that operator
+  // The graph task that runs root_post_backward at its end; -1: none.
+  int callback_graph_task = -1;
+
+  PassOrder forward_order;
+  PassOrder backward_order;
+  // The first backward follows the reverse of the forward. One whose trainable
+  // parameters have just changed follows nothing.
+  bool seed_backward_order = true;
+  uint64_t touches = 0;  // clock for least recently used
+
+  BufferPool pool;
+  // The one reduction in flight: its state, and the packed gradients.
+  FSDPState* reducing = nullptr;
+
+  FSDPStats stats;
+  TraceObserver observer;
+
+  void Trace(TraceEvent event, const FSDPState& state) const;
+  void Forget(FSDPState* state);
+};
+
+class FSDPState final : public ComposableState {
+ public:
+  FSDPState(std::vector<std::shared_ptr<torch::nn::Module>> modules,
+            FullyShardOptions options, std::unique_ptr<FSDPParamGroup> group);
+  ~FSDPState() override;
+  bool owned_by_modules() const override { return group_ != nullptr; }
+
+  // Null if the modules have no parameters of their own.
+  FSDPParamGroup* group() const { return group_.get(); }
+  GradientReduction* reduction() const { return reduction_.get(); }
+  const FullyShardOptions& options() const { return options_; }
+  std::vector<std::shared_ptr<torch::nn::Module>> modules() const;
+
+  // The tree; null before its first use.
+  std::shared_ptr<FSDPStateContext> context;
+  // The state of the nearest module above that has one, once that was sharded.
+  std::weak_ptr<FSDPState> parent;
+
+  int id = -1;                        // index in context->states
+  std::string fqn;                    // of the first module, from the root
+  std::vector<int> ancestors;         // ids of the states above
+  bool reshard_after_forward = true;  // resolved when the root is known
+  bool requires_gradient_sync = true;
+
+  // Left: no operator of this pass is expected to read it next, so another
+  // group may take its buffer.
+  bool left = false;
+  bool prefetched = false;  // gathered ahead and not read since
+  bool pinned = false;      // unshard() was called; stays until reshard()
+  uint64_t last_touch = 0;
+
+  bool IsAncestorOf(const FSDPState& other) const;
+  // Counts against limit_all_gathers.
+  bool uses_slot() const { return reshard_after_forward && !pinned; }
+
+ private:
+  std::vector<std::weak_ptr<torch::nn::Module>> modules_;
+  FullyShardOptions options_;
+  std::unique_ptr<FSDPParamGroup> group_;
+  std::unique_ptr<GradientReduction> reduction_;
+};
+
+// The name fully_shard is registered under.
+inline constexpr char kFullyShardApi[] = "fully_shard";
+
+// The state of fully_shard on `module`, or null.
+std::shared_ptr<FSDPState> FindFSDPState(const torch::nn::Module& module);
+
+}  // namespace composable

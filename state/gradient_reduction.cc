@@ -1,0 +1,256 @@
+#include "state/gradient_reduction.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "state/tensor_access.h"
+
+namespace composable {
+namespace {
+
+constexpr int64_t kAlignment = 128;  // bytes
+
+int64_t AlignUp(int64_t value, int64_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
+// Elements [begin, begin + numel) of the flat tensor `flat`.
+at::Tensor Slice(const at::Tensor& flat, int64_t begin, int64_t numel) {
+  return internal::MakeTensor(internal::StorageOf(flat), flat.scalar_type(),
+                              {numel}, {1}, flat.storage_offset() + begin);
+}
+
+}  // namespace
+
+GradientReduction::GradientReduction(FSDPParamGroup& group) : group_(group) {
+  const auto& segments = group.segments();
+  for (size_t s = 0; s < segments.size(); ++s) {
+    if (!c10::isFloatingType(segments[s].dtype) &&
+        !c10::isComplexType(segments[s].dtype)) {
+      continue;
+    }
+    Part part;
+    part.segment = static_cast<int>(s);
+    part.shard_numel = segments[s].layout.shard_numel();
+    const auto itemsize =
+        static_cast<int64_t>(c10::elementSize(segments[s].dtype));
+    part.chunk_numel = AlignUp(
+        part.shard_numel + static_cast<int64_t>(segments[s].params.size()),
+        std::max<int64_t>(1, 16 / std::gcd<int64_t>(16, itemsize)));
+    parts_.push_back(std::move(part));
+  }
+  has_gradient_.resize(group.params().size());
+}
+
+bool GradientReduction::IsActive(const Part& part) const {
+  const auto& indices = group_.segments()[part.segment].params;
+  return std::any_of(indices.begin(), indices.end(),
+                     [&](int i) { return group_.params()[i].has_edge; });
+}
+
+void GradientReduction::Pack(std::vector<at::Tensor> gradients,
+                             BufferPool& pool) {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  TORCH_INTERNAL_ASSERT(buffer_ == nullptr);
+  const int64_t world_size = group_.communicator().size();
+  const auto bytes_of = [&](const Part& part) {
+    const auto dtype = group_.segments()[part.segment].dtype;
+    return AlignUp(part.chunk_numel * world_size *
+                       static_cast<int64_t>(c10::elementSize(dtype)),
+                   kAlignment);
+  };
+  int64_t bytes = 0;
+  for (const auto& part : parts_) bytes += IsActive(part) ? bytes_of(part) : 0;
+  buffer_ = pool.Acquire(bytes);
+  auto* data = static_cast<char*>(buffer_->data);
+  for (auto& part : parts_) {
+    if (!IsActive(part)) continue;
+    const int64_t numel = part.chunk_numel * world_size;
+    part.payload = internal::MakeTensor(
+        internal::BorrowMemory(data, bytes_of(part)),
+        group_.segments()[part.segment].dtype, {numel}, {1}, 0);
+    data += bytes_of(part);
+    PackPart(part, gradients);
+  }
+}
+
+void GradientReduction::PackPart(Part& part,
+                                 std::vector<at::Tensor>& gradients) {
+  const auto& segment = group_.segments()[part.segment];
+  const int64_t itemsize = part.payload.element_size();
+  auto* base = static_cast<char*>(part.payload.mutable_data_ptr());
+  const auto zero = [&](int64_t rank, int64_t begin, int64_t end) {
+    std::memset(base + (rank * part.chunk_numel + begin) * itemsize, 0,
+                (end - begin) * itemsize);
+  };
+  // Written so far of the present rank's shard.
+  int64_t rank = 0;
+  int64_t written = 0;
+  const auto finish_rank = [&] {
+    zero(rank, written, part.shard_numel);
+    ++rank;
+    written = 0;
+  };
+  for (const int i : segment.params) {
+    const FSDPParam& param = group_.params()[i];
+    at::Tensor gradient = std::move(gradients[i]);
+    has_gradient_[i] = gradient.defined();
+    if (gradient.defined() && gradient.layout() != c10::kStrided) {
+      gradient = gradient.to_dense();
+    }
+    for (int64_t begin = 0; begin < param.numel();) {
+      const int64_t at = param.offset() + begin;
+      while (rank < at / part.shard_numel) finish_rank();
+      const int64_t local = at - rank * part.shard_numel;
+      const int64_t count =
+          std::min(param.numel() - begin, part.shard_numel - local);
+      zero(rank, written, local);
+      if (gradient.defined()) {
+        param.CopyElements(
+            gradient, begin, begin + count,
+            Slice(part.payload, rank * part.chunk_numel + local, count));
+      } else {
+        zero(rank, local, local + count);
+      }
+      written = local + count;
+      begin += count;
+    }
+  }
+  while (rank < group_.communicator().size()) finish_rank();
+  WriteFlags(part);
+}
+
+void GradientReduction::WriteFlags(const Part& part) {
+  const auto& indices = group_.segments()[part.segment].params;
+  const int64_t world_size = group_.communicator().size();
+  const int64_t count = part.chunk_numel - part.shard_numel;
+  at::Tensor flags = at::zeros({count});
+  auto* values = flags.mutable_data_ptr<float>();
+  for (size_t k = 0; k < indices.size(); ++k) {
+    values[k] = has_gradient_[indices[k]] ? 1.0F : 0.0F;
+  }
+  internal::MakeTensor(internal::StorageOf(part.payload),
+                       part.payload.scalar_type(), {world_size, count},
+                       {part.chunk_numel, 1}, part.shard_numel)
+      .copy_(flags.expand({world_size, count}));
+}
+
+void GradientReduction::Keep(BufferPool& pool) {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  if (pending_.empty()) {
+    pending_.resize(parts_.size());
+    pending_has_gradient_.assign(has_gradient_.size(), false);
+  }
+  for (size_t k = 0; k < parts_.size(); ++k) {
+    if (!parts_[k].payload.defined()) continue;
+    if (pending_[k].defined()) {
+      pending_[k].add_(parts_[k].payload);
+    } else {
+      pending_[k] = parts_[k].payload.clone();
+    }
+  }
+  for (size_t i = 0; i < has_gradient_.size(); ++i) {
+    if (has_gradient_[i]) pending_has_gradient_[i] = true;
+  }
+  Abandon(pool);
+}
+
+size_t GradientReduction::pending_bytes() const {
+  size_t bytes = 0;
+  for (const auto& tensor : pending_) {
+    if (tensor.defined()) bytes += tensor.nbytes();
+  }
+  return bytes;
+}
+
+void GradientReduction::ClearPending() {
+  pending_.clear();
+  pending_has_gradient_.clear();
+}
+
+size_t GradientReduction::Issue() {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  size_t bytes = 0;
+  for (size_t k = 0; k < parts_.size(); ++k) {
+    Part& part = parts_[k];
+    if (!part.payload.defined()) continue;
+    if (!pending_.empty() && pending_[k].defined()) {
+      part.payload.add_(pending_[k]);
+    }
+    part.reduced = at::empty({part.chunk_numel}, part.payload.options());
+    bytes += part.payload.nbytes();
+    in_flight_.push_back(
+        group_.communicator().ReduceScatter(part.reduced, part.payload));
+  }
+  if (!pending_.empty()) {
+    for (size_t i = 0; i < has_gradient_.size(); ++i) {
+      if (pending_has_gradient_[i]) has_gradient_[i] = true;
+    }
+    ClearPending();
+  }
+  return bytes;
+}
+
+void GradientReduction::Finish(BufferPool& pool) {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  try {
+    for (const auto& collective : in_flight_) collective->Wait();
+  } catch (...) {
+    Abandon(pool);
+    throw;
+  }
+  const int world_size = group_.communicator().size();
+  for (auto& part : parts_) {
+    if (part.reduced.defined()) FinishPart(part, world_size);
+  }
+  Abandon(pool);
+}
+
+void GradientReduction::FinishPart(Part& part, int world_size) {
+  const auto& indices = group_.segments()[part.segment].params;
+  at::Tensor flags;
+  const auto any_rank_has = [&](size_t k) {
+    if (has_gradient_[indices[k]]) return true;
+    if (!flags.defined()) {
+      flags = Slice(part.reduced, part.shard_numel,
+                    static_cast<int64_t>(indices.size()))
+                  .to(c10::kDouble);
+    }
+    return flags.const_data_ptr<double>()[k] != 0;
+  };
+  const at::Tensor shard = Slice(part.reduced, 0, part.shard_numel);
+  if (world_size > 1) shard.div_(world_size);
+  for (size_t k = 0; k < indices.size(); ++k) {
+    FSDPParam& param = group_.params()[indices[k]];
+    if (!param.has_edge || !any_rank_has(k)) continue;
+    const at::Tensor rows = param.RowsIn(shard);
+    at::Tensor& gradient = param.sharded.mutable_grad();
+    if (gradient.defined()) {
+      gradient.add_(rows);
+    } else {
+      gradient = rows;
+    }
+  }
+}
+
+void GradientReduction::Abandon(BufferPool& pool) {
+  in_flight_.clear();  // waits
+  for (auto& part : parts_) {
+    part.payload.reset();
+    part.reduced.reset();
+  }
+  if (buffer_ != nullptr) pool.Release(std::exchange(buffer_, nullptr));
+}
+
+}  // namespace composable

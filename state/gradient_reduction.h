@@ -1,0 +1,77 @@
+// From the whole gradients that autograd hands over to the reduced gradients
+// of this rank's shards.
+//
+//   reduction.Pack(std::move(gradients), pool);   // frees each as it goes
+//   reduction.Issue(pool);                        // reduce-scatter, at once
+//   ...
+//   reduction.Finish(pool);                       // S.grad() is set
+//
+// Note [Gradient payload]
+// Every rank sends all trainable segments, zeros where it has no gradient, so
+// that sizes never differ between ranks. Rank r's part of the payload of a
+// segment is r's shard of the layout, followed by one flag per parameter: 1 if
+// the sender has a gradient for it. Their sum tells each rank whether any rank
+// has one, which decides alike everywhere whether S.grad() is set. It is read
+// only where this rank itself lacks a gradient.
+//
+// The sum over ranks is divided by their number after the reduction.
+//
+// Thread-compatible: guarded by the mutex of the tree.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <vector>
+
+#include "collectives/buffer_pool.h"
+#include "collectives/communicator.h"
+#include "state/fsdp_param_group.h"
+
+namespace composable {
+
+class GradientReduction {
+ public:
+  explicit GradientReduction(FSDPParamGroup& group);
+
+  // Copies `gradients`, one per parameter of the group and undefined where
+  // there is none, into the payload. Sparse ones are made dense.
+  void Pack(std::vector<at::Tensor> gradients, BufferPool& pool);
+
+  // Ends a backward without a reduction: adds the payload to what is pending.
+  void Keep(BufferPool& pool);
+  bool has_pending() const { return !pending_.empty(); }
+  size_t pending_bytes() const;
+  void ClearPending();
+
+  // Adds what is pending and starts the reduction. Returns the bytes sent.
+  size_t Issue();
+  // Waits, divides, and adds to S.grad() of every parameter that requires one
+  // and for which a rank had one. A parameter frozen since is left alone.
+  void Finish(BufferPool& pool);
+  // Drops a payload or a reduction in flight.
+  void Abandon(BufferPool& pool);
+
+ private:
+  struct Part {  // of one segment
+    int segment = 0;
+    int64_t shard_numel = 0;
+    int64_t chunk_numel = 0;  // shard, flags and alignment
+    at::Tensor payload;       // over the buffer, while packed
+    at::Tensor reduced;       // chunk_numel elements, while in flight
+  };
+  void PackPart(Part& part, std::vector<at::Tensor>& gradients);
+  void WriteFlags(const Part& part);
+  void FinishPart(Part& part, int world_size);
+  bool IsActive(const Part& part) const;
+
+  FSDPParamGroup& group_;
+  std::vector<Part> parts_;
+  BufferPool::Buffer* buffer_ = nullptr;
+  std::vector<bool> has_gradient_;   // of this rank, per parameter
+  std::vector<at::Tensor> pending_;  // per part, shaped like the payload
+  std::vector<bool> pending_has_gradient_;
+  std::vector<PendingCollectivePtr> in_flight_;
+};
+
+}  // namespace composable

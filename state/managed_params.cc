@@ -1,0 +1,99 @@
+#include "state/managed_params.h"
+
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "state/fsdp_state.h"
+#include "state/storage_registry.h"
+#include "state/tensor_access.h"
+
+namespace composable {
+namespace {
+
+// `holders` counts the registry entries that were found.
+void CheckShardable(const ManagedParams::Owned& owned, const std::string& api) {
+  const at::Tensor& p = owned.parameter;
+  const std::string who = api + ": parameter '" + owned.name + "' ";
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      p.device().type() != c10::kMeta, who,
+      "is on the meta device. Give it memory first, with "
+      "torch::empty_like on the CPU and its initial values.");
+  TORCH_CHECK_NOT_IMPLEMENTED(p.device().is_cpu(), who, "is on ", p.device(),
+                              ", and only CPU parameters can be sharded. Move "
+                              "the module to the CPU first: module->to("
+                              "torch::kCPU).");
+  TORCH_CHECK_VALUE(p.layout() == c10::kStrided, who, "has layout ", p.layout(),
+                    "; expected a strided tensor. Call to_dense() on it.");
+  TORCH_CHECK_VALUE(p.dim() > 0, who,
+                    "is a scalar, which has no rows to shard. Make it a 1-D "
+                    "tensor of one element.");
+  TORCH_CHECK_VALUE(p.is_leaf(), who,
+                    "is not a leaf of the autograd graph. Register a detached "
+                    "tensor.");
+  TORCH_CHECK_VALUE(p.is_non_overlapping_and_dense(), who, "of sizes ",
+                    p.sizes(), " and strides ", p.strides(),
+                    " is not dense. Register its contiguous() copy.");
+  // One reference is ours.
+  const auto members = static_cast<int64_t>(p.use_count()) - 1 -
+                       static_cast<int64_t>(owned.slots.size());
+  TORCH_CHECK_VALUE(
+      members > 0, who,
+      "is held by its module's registry alone: no member field keeps it, so a "
+      "forward that looks it up by name would read this rank's rows instead "
+      "of the whole. Keep the tensor that register_parameter returns in a "
+      "member and use that in forward (ParameterList and ParameterDict do "
+      "not).");
+}
+
+}  // namespace
+
+ManagedParams CollectManagedParams(
+    const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
+    const std::string& api) {
+  ManagedParams result;
+  absl::flat_hash_map<const c10::TensorImpl*, size_t> known;
+  absl::flat_hash_set<const torch::nn::Module*> visited;
+  for (const auto& root : modules) {
+    for (const auto& item : root->named_modules()) {
+      const auto& module = item.value();
+      if (!visited.insert(module.get()).second) continue;
+      for (const auto& entry : internal::Parameters(*module)) {
+        const at::Tensor& tensor = entry.value();
+        if (!tensor.defined() || tensor.numel() == 0) continue;
+        const ParameterSlot slot{module, entry.key()};
+        GuardedStorage found;
+        if (FindGuardedStorage(tensor, &found)) {
+          if (found.is_shard) continue;
+          const auto state = found.state.lock();
+          const int index =
+              state->group()->FindParam(found.segment, tensor.storage_offset());
+          result.tied.emplace_back(slot,
+                                   state->group()->params()[index].sharded);
+          continue;
+        }
+        const auto [it, is_new] =
+            known.emplace(tensor.unsafeGetTensorImpl(), result.owned.size());
+        if (is_new) {
+          result.owned.push_back({tensor,
+                                  item.key().empty()
+                                      ? entry.key()
+                                      : item.key() + "." + entry.key(),
+                                  {}});
+        }
+        result.owned[it->second].slots.push_back(slot);
+      }
+    }
+  }
+  for (const auto& owned : result.owned) CheckShardable(owned, api);
+  return result;
+}
+
+void TieToShards(const ManagedParams& managed) {
+  for (const auto& [slot, shard] : managed.tied) {
+    internal::Parameters(*slot.module.lock())[slot.key] = shard;
+  }
+}
+
+}  // namespace composable

@@ -1,0 +1,45 @@
+// Which parameters one call of fully_shard takes: all of the given modules and
+// their submodules that no earlier call took.
+//
+//   composable::ManagedParams managed =
+//       composable::CollectManagedParams({module}, "fully_shard");
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "state/fsdp_param.h"
+
+namespace composable {
+
+struct ManagedParams {
+  struct Owned {
+    at::Tensor parameter;
+    std::string name;  // relative to the module, for messages
+    std::vector<ParameterSlot> slots;
+  };
+  // Parameters to shard, each once, in the order of registration.
+  std::vector<Owned> owned;
+  // Entries of these modules that name a parameter which an earlier group owns:
+  // they get that group's shard, so that tied parameters stay tied.
+  std::vector<std::pair<ParameterSlot, at::Tensor>> tied;
+};
+
+// Parameters without elements, and undefined entries, are left alone.
+//
+// Throws, naming the parameter and what to do: c10::ValueError for a scalar, a
+// non-leaf, a sparse or not dense tensor and a parameter that no member field
+// holds; c10::NotImplementedError for a device other than the CPU. Changes
+// nothing.
+ManagedParams CollectManagedParams(
+    const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
+    const std::string& api);
+
+// Replaces the entries in `managed.tied`.
+void TieToShards(const ManagedParams& managed);
+
+}  // namespace composable

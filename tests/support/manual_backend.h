@@ -1,0 +1,75 @@
+// A c10d backend of one rank whose collectives finish only when the test says
+// so. Shows, without clocks, what is issued before what is waited for.
+//
+//   auto backend = composable::MakeManualBackend(/*world_size=*/2, log);
+//   auto group = composable::GroupOf(backend);
+//   ... in another thread: use a module sharded over `group` ...
+//   backend->AwaitWait(0);   // the thread waits for collective 0
+//   backend->Finish(0);      // lets it go on
+//
+// The other ranks hold what this rank holds: a gathered buffer is this rank's
+// shard repeated, a reduction is this rank's part times the world size. Results
+// are written by Finish, not before, so a read that is too early sees poison.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+namespace composable {
+
+class ManualBackend final : public c10d::Backend {
+ public:
+  // "issue gather 3", "wait gather 3", "issue reduce 4", ...: numbers count all
+  // collectives.
+  using Log = std::function<void(const std::string&)>;
+
+  ManualBackend(int world_size, Log log);
+
+  // With true, a wait finishes its collective itself: for tests of order alone.
+  void set_finish_on_wait(bool on);
+
+  // Blocks until some thread waits for collective `index`; throws after 20 s.
+  void AwaitWait(size_t index);
+  void Finish(size_t index);
+  size_t issued() const;
+  bool waited(size_t index) const;
+
+  const std::string getBackendName() const override { return "manual"; }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(
+      at::Tensor& output, at::Tensor& input,
+      const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input,
+      const c10d::ReduceScatterOptions& options) override;
+
+ private:
+  friend class ManualWork;
+  struct Operation {
+    bool gather = false;
+    bool waited = false;
+    bool finished = false;
+    at::Tensor output;
+    at::Tensor input;
+  };
+  c10::intrusive_ptr<c10d::Work> Issue(bool gather, const at::Tensor& output,
+                                       const at::Tensor& input);
+  void Wait(size_t index);
+  void FinishLocked(Operation& operation) const;
+
+  Log log_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool finish_on_wait_ = false;
+  std::vector<Operation> operations_;
+};
+
+c10::intrusive_ptr<ManualBackend> MakeManualBackend(int world_size,
+                                                    ManualBackend::Log log);
+
+}  // namespace composable

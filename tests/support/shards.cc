@@ -1,0 +1,48 @@
+#include "tests/support/shards.h"
+
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+
+#include "state/fsdp_state.h"
+#include "state/storage_registry.h"
+
+namespace composable {
+
+bool IsShard(const at::Tensor& parameter) {
+  GuardedStorage found;
+  return FindGuardedStorage(parameter, &found) && found.is_shard;
+}
+
+at::Tensor LocalRows(const at::Tensor& parameter, const at::Tensor& whole) {
+  const at::NoGradGuard no_grad;
+  GuardedStorage found;
+  TORCH_CHECK(FindGuardedStorage(parameter, &found) && found.is_shard,
+              "the parameter is not sharded");
+  const FSDPParamGroup& group = *found.state.lock()->group();
+  for (const FSDPParam& param : group.params()) {
+    if (!param.sharded.is_same(parameter)) continue;
+    const at::Tensor flat =
+        at::zeros_like(group.segments()[found.segment].flat_shard);
+    param.CopyRowsFrom(whole.detach(), flat);
+    return param.RowsIn(flat);
+  }
+  TORCH_CHECK(false, "the tensor is a view of a shard, not a parameter");
+}
+
+std::vector<FSDPModule> ShardEverySubmodule(const ModuleRef& module,
+                                            const FullyShardOptions& options) {
+  std::vector<FSDPModule> handles;
+  auto modules = module->modules(/*include_self=*/false);
+  for (auto it = modules.rbegin(); it != modules.rend(); ++it) {
+    const bool has_own = !(*it)->parameters(/*recurse=*/false).empty();
+    if (has_own && fully_shard.state(*it) == nullptr) {
+      handles.push_back(fully_shard(*it, options));
+    }
+  }
+  handles.push_back(fully_shard(module, options));
+  return handles;
+}
+
+}  // namespace composable

@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+"""tools/run: variables, prefixes, failures, timeouts, signals, wrong arguments."""
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+import unittest
+
+RUN = os.path.join(os.getcwd(), "tools", "run")
+
+
+def run(*arguments, env=None, wait=30):
+    """The finished launcher: .returncode, .stdout, .stderr, .seconds."""
+    start = time.monotonic()
+    result = subprocess.run(
+        [RUN, *arguments],
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=wait,
+    )
+    result.seconds = time.monotonic() - start
+    return result
+
+
+def bash(script):
+    return ["bash", "-c", script]
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Environment(unittest.TestCase):
+    VARIABLES = (
+        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE "
+        "MASTER_ADDR MASTER_PORT OMP_NUM_THREADS TORCHELASTIC_RUN_ID "
+        "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_USE_AGENT_STORE"
+    ).split()
+
+    def values(self, nproc, env):
+        script = "; ".join(f'echo "{v}=${{{v}-unset}}"' for v in self.VARIABLES)
+        result = run(f"--nproc={nproc}", "--", *bash(script), env=env)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        ranks = [{} for _ in range(nproc)]
+        for line in result.stdout.splitlines():
+            match = re.fullmatch(r"\[rank(\d)\]: (\w+)=(.*)", line)
+            ranks[int(match[1])][match[2]] = match[3]
+        return ranks
+
+    def test_is_that_of_torchrun_without_an_agent(self):
+        os.environ.pop("OMP_NUM_THREADS", None)
+        ranks = self.values(2, {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "7"})
+        for rank, values in enumerate(ranks):
+            self.assertEqual(values["RANK"], str(rank))
+            self.assertEqual(values["LOCAL_RANK"], str(rank))
+            self.assertEqual(values["WORLD_SIZE"], "2")
+            self.assertEqual(values["LOCAL_WORLD_SIZE"], "2")
+            self.assertEqual(values["GROUP_RANK"], "0")
+            self.assertEqual(values["OMP_NUM_THREADS"], "1")
+            self.assertEqual(values["TORCHELASTIC_USE_AGENT_STORE"], "unset")
+            self.assertGreater(int(values["MASTER_PORT"]), 0)
+        self.assertEqual(ranks[0]["MASTER_PORT"], ranks[1]["MASTER_PORT"])
+        self.assertEqual(ranks[0]["TORCHELASTIC_RUN_ID"], ranks[1]["TORCHELASTIC_RUN_ID"])
+
+    def test_keeps_a_number_of_threads_that_is_set(self):
+        self.assertEqual(self.values(2, {"OMP_NUM_THREADS": "3"})[1]["OMP_NUM_THREADS"], "3")
+
+
+class Output(unittest.TestCase):
+    def test_every_line_of_both_streams_is_prefixed(self):
+        result = run("--nproc=2", *bash("echo out; echo err >&2; printf unfinished"))
+        self.assertEqual(
+            sorted(result.stdout.splitlines()),
+            sorted(f"[rank{r}]: {t}" for r in (0, 1) for t in ("out", "unfinished")),
+        )
+        self.assertEqual(sorted(result.stderr.splitlines()), ["[rank0]: err", "[rank1]: err"])
+
+    def test_one_rank_is_not_prefixed(self):
+        self.assertEqual(run(*bash("echo out")).stdout, "out\n")
+
+    def test_rank_0_has_the_terminal(self):
+        main, side = pty.openpty()
+        script = "[ -t 1 ] && echo terminal $RANK || echo pipe $RANK"
+        process = subprocess.Popen([RUN, "--nproc=2", *bash(script)], stdout=side, stderr=side)
+        os.close(side)
+        text = b""
+        try:
+            while chunk := os.read(main, 1024):
+                text += chunk
+        except OSError:
+            pass  # how a terminal's end is told
+        self.assertEqual(process.wait(), 0)
+        self.assertEqual(sorted(text.decode().split("\r\n")), ["", "[rank1]: pipe 1", "terminal 0"])
+
+    def test_arguments_are_handed_on(self):
+        result = run("--nproc", "1", "--", "printf", "%s|", "--nproc=3", "--", "a b")
+        self.assertEqual(result.stdout, "--nproc=3|--|a b|")
+
+
+class Failure(unittest.TestCase):
+    def test_first_one_is_reported_and_the_others_are_stopped(self):
+        script = "if [ $RANK = 2 ]; then sleep 0.3; echo cause >&2; exit 7; fi; sleep 60"
+        result = run("--nproc=3", *bash(script))
+        self.assertEqual(result.returncode, 7)
+        self.assertLess(result.seconds, 5)
+        self.assertRegex(result.stderr, r"rank 2 failed first: exit status 7 after 0\.\d s")
+        self.assertRegex(result.stderr, r"last lines of rank 2:\n    cause\n")
+
+    def test_signal_is_named(self):
+        result = run("--nproc=2", *bash("[ $RANK = 0 ] && kill -SEGV $$; sleep 60"))
+        self.assertEqual(result.returncode, 128 + signal.SIGSEGV)
+        self.assertIn("rank 0 failed first: signal SIGSEGV", result.stderr)
+
+    def test_rank_that_ignores_sigterm_is_killed_after_the_grace(self):
+        script = "trap '' TERM; [ $RANK = 0 ] && exit 3; while :; do sleep 0.1; done"
+        result = run("--nproc=2", *bash(script))
+        self.assertEqual(result.returncode, 3)
+        self.assertGreater(result.seconds, 4.9)
+        self.assertLess(result.seconds, 9)
+
+    def test_children_of_ranks_are_stopped_too(self):
+        script = "sleep 60 & echo pid $!; [ $RANK = 1 ] && { sleep 0.3; exit 1; }; wait"
+        result = run("--nproc=2", *bash(script))
+        self.assertEqual(result.returncode, 1)
+        pids = re.findall(r"pid (\d+)", result.stdout)
+        self.assertEqual(len(pids), 2)
+        time.sleep(0.2)
+        self.assertEqual([p for p in pids if is_running(p)], [])
+
+
+class Stopping(unittest.TestCase):
+    def test_timeout(self):
+        result = run("--nproc=2", "--timeout=0.5", *bash("[ $RANK = 0 ] && exit 0; sleep 60"))
+        self.assertEqual(result.returncode, 124)
+        self.assertLess(result.seconds, 5)
+        self.assertIn("timed out after 0.5 s; still running: rank 1", result.stderr)
+
+    def test_signals_are_handed_on(self):
+        script = "trap 'echo got it; exit 0' INT; echo ready; while :; do sleep 0.05; done"
+        process = subprocess.Popen(
+            [RUN, "--nproc=2", *bash(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        lines = [process.stdout.readline(), process.stdout.readline()]
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+        self.assertEqual(process.returncode, 128 + signal.SIGINT, err)
+        self.assertEqual(sorted(lines), ["[rank0]: ready\n", "[rank1]: ready\n"])
+        self.assertEqual(
+            sorted(out.splitlines()), ["[rank0]: got it", "[rank1]: got it"]
+        )
+        self.assertIn("stopped by SIGINT", err)
+
+    def test_ranks_end_with_a_killed_launcher(self):
+        process = subprocess.Popen(
+            [RUN, "--nproc=2", *bash("echo $$; exec sleep 60")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        pids = [process.stdout.readline().split()[-1] for _ in range(2)]
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        time.sleep(0.5)
+        self.assertEqual([p for p in pids if is_running(p)], [])
+
+
+class Arguments(unittest.TestCase):
+    def refuses(self, message, *arguments):
+        result = run(*arguments)
+        self.assertEqual(result.returncode, 2)
+        self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
+        self.assertIn(message, result.stderr)
+
+    def test_wrong_ones_are_refused_in_one_line(self):
+        self.refuses("no program given", "--nproc=2")
+        self.refuses("--nproc=0: at least 1", "--nproc=0", "true")
+        self.refuses("--nproc=two is not a number", "--nproc=two", "true")
+        self.refuses("--timeout=-1: must be more than 0", "--timeout=-1", "true")
+        self.refuses("unknown option --np", "--np=2", "true")
+        self.refuses("--nproc needs a value", "--nproc")
+        self.refuses("./missing: no such file", "./missing")
+        self.refuses("not-a-program: not found on PATH", "not-a-program")
+        self.refuses("./tools: not an executable", "./tools")
+
+    def test_help(self):
+        result = run("--help")
+        self.assertEqual(result.returncode, 0)
+        self.assertIn("tools/run --nproc=N", result.stdout)
+
+
+if __name__ == "__main__":
+    sys.exit(unittest.main())

@@ -1,0 +1,205 @@
+"""@cuda: the CUDA toolkit's and NCCL's headers, and the runtime libraries LibTorch runs with.
+
+Targets (empty where no toolkit is found):
+  :cudart        CUDA headers, libcudart
+  :nccl_headers  nccl.h
+  :nccl          the same and libnccl
+`@cuda//:cuda.bzl` has `if_cuda(yes, no = [])` and `requires_cuda()`.
+
+A toolkit counts as found if LibTorch has CUDA, both are of the same major
+version, and nccl.h is there. The libraries linked are those beside LibTorch
+(its wheel's nvidia/ folder) where there are any, so that a process holds one of each.
+"""
+
+load("//third_party/libtorch:locate.bzl", "TORCH_ENVIRON", "locate_torch")
+
+_INSTALL = "install the CUDA toolkit of that version (with nccl.h) and point CUDA_HOME at it, or build with --config=cpu"
+
+_BZL = """\
+CUDA_FOUND = {found}
+
+def if_cuda(yes, no = []):
+    \"\"\"`yes` where the CUDA toolkit is found and --config=cpu is not given, else `no`.\"\"\"
+    if not CUDA_FOUND:
+        return no
+    return select({{
+        "@cuda//:disabled": no,
+        "//conditions:default": yes,
+    }})
+
+def requires_cuda():
+    \"\"\"For target_compatible_with: the target is skipped where if_cuda() says no.\"\"\"
+    return if_cuda([], ["@cuda//:unavailable"])
+"""
+
+_BUILD_COMMON = """\
+package(default_visibility = ["//visibility:public"])
+
+# {summary}
+config_setting(
+    name = "disabled",
+    define_values = {{"composable_cuda": "off"}},
+)
+
+# No platform has this value.
+constraint_setting(name = "cuda")
+
+constraint_value(
+    name = "unavailable",
+    constraint_setting = ":cuda",
+)
+"""
+
+_BUILD_FOUND = """
+cc_library(
+    name = "cudart",
+    hdrs = glob(
+        [
+            "include/*.h",
+            "include/*.hpp",
+            "include/cooperative_groups/**",
+            "include/crt/**",
+            "include/nv/**",
+        ],
+        exclude = ["include/nccl*"],
+        allow_empty = True,
+    ) + glob(["include/cccl/nv/**"], allow_empty = True),
+    includes = ["include"],
+    linkopts = [
+        "-Wl,--push-state,--no-as-needed",
+        "{cudart}",
+        "-Wl,-rpath,{cudart_folder}",
+        "-Wl,--pop-state",
+    ],
+)
+
+cc_library(
+    name = "nccl_headers",
+    hdrs = glob(["nccl/*.h", "nccl/nccl_device/**"], allow_empty = True),
+    includes = ["nccl"],
+)
+
+cc_library(
+    name = "nccl",
+    linkopts = [
+        "{nccl}",
+        "-Wl,-rpath,{nccl_folder}",
+    ],
+    deps = [":nccl_headers"],
+)
+"""
+
+_BUILD_MISSING = """
+cc_library(name = "cudart")
+
+cc_library(name = "nccl_headers")
+
+cc_library(name = "nccl")
+"""
+
+def _first(repository_ctx, candidates):
+    for candidate in candidates:
+        path = repository_ctx.path(candidate)
+        if path.exists:
+            return path
+    return None
+
+def _torch_cuda_major(repository_ctx, torch):
+    """The major version of LibTorch's CUDA, or "" if its folder does not say."""
+    version = torch.home.get_child("version.py")
+    if version.exists:
+        for line in repository_ctx.read(version).split("\n"):
+            if line.startswith("cuda") and "=" in line:
+                return line.split("=", 1)[1].strip().strip("'\"").split(".")[0]
+    return ""
+
+def _toolkit_major(repository_ctx, home):
+    header = home.get_child("include").get_child("cuda.h")
+    for line in repository_ctx.read(header).split("\n"):
+        words = line.split(" ")
+        if len(words) == 3 and words[0] == "#define" and words[1] == "CUDA_VERSION":
+            return str(int(words[2]) // 1000)
+    return ""
+
+def _locate_toolkit(repository_ctx):
+    """The toolkit's folder (CUDA_HOME, nvcc's, or the usual place), or None."""
+    env = repository_ctx.os.environ
+    if env.get("CUDA_HOME"):
+        home = repository_ctx.path(env["CUDA_HOME"])
+        if not home.get_child("include").get_child("cuda_runtime.h").exists:
+            fail("CUDA: CUDA_HOME=%s has no include/cuda_runtime.h: " % home + _INSTALL)
+        return home
+    places = ["/usr/local/cuda"]
+    nvcc = repository_ctx.which("nvcc")
+    if nvcc:
+        places = [str(nvcc.realpath.dirname.dirname)] + places
+    for place in places:
+        home = repository_ctx.path(place)
+        if home.get_child("include").get_child("cuda_runtime.h").exists and \
+           home.get_child("include").get_child("cuda.h").exists:
+            return home
+    return None
+
+def _missing(repository_ctx, why):
+    repository_ctx.file("cuda.bzl", _BZL.format(found = False))
+    repository_ctx.file("BUILD", _BUILD_COMMON.format(summary = "No CUDA: " + why) + _BUILD_MISSING)
+
+def _cuda_repository(repository_ctx):
+    torch = locate_torch(repository_ctx)
+    if not torch.home.get_child("lib").get_child("libtorch_cuda.so").exists:
+        _missing(repository_ctx, "LibTorch at %s is built without it." % torch.home)
+        return
+    home = _locate_toolkit(repository_ctx)
+    if not home:
+        _missing(repository_ctx, "no toolkit at CUDA_HOME, on PATH, at /usr/local/cuda.")
+        return
+    major = _toolkit_major(repository_ctx, home)
+    wanted = _torch_cuda_major(repository_ctx, torch) or major
+    if major != wanted:
+        message = "toolkit %s is of CUDA %s, LibTorch %s of CUDA %s" % (home, major, torch.version, wanted)
+        if repository_ctx.os.environ.get("CUDA_HOME"):
+            fail("CUDA: %s: %s" % (message, _INSTALL))
+        _missing(repository_ctx, message + ".")
+        return
+
+    nvidia = "%s/nvidia" % torch.home.dirname
+    cudart = _first(repository_ctx, [
+        "%s/cu%s/lib/libcudart.so.%s" % (nvidia, major, major),
+        "%s/cuda_runtime/lib/libcudart.so.%s" % (nvidia, major),
+        "%s/lib64/libcudart.so" % home,
+        "%s/lib/libcudart.so" % home,
+    ])
+    nccl = _first(repository_ctx, [
+        "%s/nccl/lib/libnccl.so.2" % nvidia,
+        "%s/lib64/libnccl.so.2" % home,
+        "/usr/lib/x86_64-linux-gnu/libnccl.so.2",
+        "/usr/lib/aarch64-linux-gnu/libnccl.so.2",
+    ])
+    nccl_include = _first(repository_ctx, [
+        p
+        for p in ["%s/nccl/include" % nvidia, "%s/include" % home, "/usr/include"]
+        if repository_ctx.path(p + "/nccl.h").exists
+    ])
+    if not cudart or not nccl or not nccl_include:
+        fail("CUDA: %s of toolkit %s not found: %s" %
+             ("libcudart" if not cudart else "NCCL", home, _INSTALL))
+
+    repository_ctx.symlink(home.get_child("include"), "include")
+    for name in ["nccl.h", "nccl_device.h", "nccl_device"]:
+        if repository_ctx.path("%s/%s" % (nccl_include, name)).exists:
+            repository_ctx.symlink("%s/%s" % (nccl_include, name), "nccl/" + name)
+    repository_ctx.file("cuda.bzl", _BZL.format(found = True))
+    repository_ctx.file("BUILD", (_BUILD_COMMON + _BUILD_FOUND).format(
+        summary = "CUDA %s at %s" % (major, home),
+        cudart = cudart,
+        cudart_folder = cudart.dirname,
+        nccl = nccl,
+        nccl_folder = nccl.dirname,
+    ))
+
+cuda_repository = repository_rule(
+    implementation = _cuda_repository,
+    environ = TORCH_ENVIRON + ["CUDA_HOME", "PATH"],
+    local = True,
+    doc = "See the head of this file.",
+)
