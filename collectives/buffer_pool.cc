@@ -18,6 +18,17 @@ std::atomic<bool> poison{false};
 
 size_t RoundUp(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
+// Of two idle buffers that hold `bytes`: the one of smaller capacity, then the
+// one that needs less new memory, then the one that wastes less.
+bool IsBetter(const BufferPool::Buffer& a, const BufferPool::Buffer& b,
+              size_t bytes) {
+  if (a.capacity != b.capacity) return a.capacity < b.capacity;
+  const bool a_backed = a.committed >= bytes;
+  const bool b_backed = b.committed >= bytes;
+  if (a_backed != b_backed) return a_backed;
+  return a_backed ? a.committed < b.committed : a.committed > b.committed;
+}
+
 void GiveBack(void* data, size_t bytes) {
   if (madvise(data, bytes, MADV_FREE) != 0) {
     madvise(data, bytes, MADV_DONTNEED);  // kernels without MADV_FREE
@@ -42,12 +53,7 @@ BufferPool::Buffer* BufferPool::Acquire(size_t bytes) {
   Buffer* best = nullptr;
   for (const auto& buffer : buffers_) {
     if (!buffer->idle || buffer->capacity < bytes) continue;
-    // Of equals the one whose memory is there already.
-    if (best == nullptr || buffer->capacity < best->capacity ||
-        (buffer->capacity == best->capacity &&
-         buffer->committed > best->committed)) {
-      best = buffer.get();
-    }
+    if (best == nullptr || IsBetter(*buffer, *best, bytes)) best = buffer.get();
   }
   if (best == nullptr) {
     const size_t capacity = RoundUp(std::max({bytes, min_capacity_, kPage}));

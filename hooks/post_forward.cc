@@ -6,12 +6,8 @@ namespace composable {
 
 void PostForward(FSDPStateContext& context, FSDPStates needed) {
   const bool backward = context.training_state != TrainingState::kForward;
-  for (FSDPState* state : context.states) {
-    if (state == nullptr || state->group() == nullptr || state->left ||
-        state->prefetched || state->group()->is_sharded() ||
-        Contains(needed, state)) {
-      continue;
-    }
+  for (FSDPState* state : context.resident) {
+    if (state->left || state->prefetched || Contains(needed, state)) continue;
     if (backward && state->group()->has_gradient_edges()) continue;
     const bool above = std::any_of(
         needed.begin(), needed.end(),

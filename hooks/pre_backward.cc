@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <utility>
+
 #include "hooks/post_forward.h"
 #include "hooks/root_post_backward.h"
 
@@ -19,6 +21,10 @@ void EnterBackward(const std::shared_ptr<FSDPStateContext>& context) {
       context->backward_order.SeedWithReverseOf(context->forward_order);
     }
     context->backward_order.Begin();
+    for (FSDPState* state : context->resident) {
+      // Gathered ahead in forward, and not read there.
+      if (std::exchange(state->prefetched, false)) state->left = true;
+    }
   }
   const int task = torch::autograd::get_current_graph_task_id();
   if (context->callback_graph_task == task) return;

@@ -100,6 +100,7 @@ void Configure(FSDPStateContext& context, FSDPState& root) {
 }  // namespace
 
 std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state) {
+  if (state.context != nullptr) return state.context;
   const std::lock_guard<std::mutex> lock(InitMutex());
   if (state.context != nullptr) return state.context;
   FSDPState* root = &state;

@@ -21,11 +21,8 @@ bool EvictOne(FSDPStateContext& context, FSDPStates needed,
               const PassOrder& order, size_t before) {
   FSDPState* victim = nullptr;
   size_t victim_use = 0;
-  for (FSDPState* s : context.states) {
-    if (s == nullptr || s->group() == nullptr || !s->uses_slot() || !s->left ||
-        s->group()->is_sharded() || Contains(needed, s)) {
-      continue;
-    }
+  for (FSDPState* s : context.resident) {
+    if (!s->uses_slot() || !s->left || Contains(needed, s)) continue;
     const size_t use = order.NextUse(s->id);
     if (victim == nullptr || use > victim_use ||
         (use == victim_use && s->last_touch < victim->last_touch)) {
@@ -52,17 +49,18 @@ void Issue(FSDPStateContext& context, FSDPState& state) {
   stats.peak_gathers_in_flight =
       std::max(stats.peak_gathers_in_flight, stats.gathers_in_flight);
   state.left = false;
+  context.resident.push_back(&state);
   context.Trace(TraceEvent::kUnshard, state);
 }
 
-// A gather is no longer in flight; `freed`: its memory is gone too.
-void Account(FSDPStateContext& context, const FSDPState& state,
-             ShardedState before, bool freed) {
+// The group of `state` has gone from `before` to kSharded.
+void AccountFreed(FSDPStateContext& context, FSDPState& state,
+                  ShardedState before) {
   if (before == ShardedState::kUnsharding) --context.stats.gathers_in_flight;
-  if (freed) {
-    context.stats.unsharded_param_bytes -=
-        static_cast<int64_t>(state.group()->unsharded_bytes());
-  }
+  context.stats.unsharded_param_bytes -=
+      static_cast<int64_t>(state.group()->unsharded_bytes());
+  auto& resident = context.resident;
+  resident.erase(std::find(resident.begin(), resident.end(), &state));
 }
 
 }  // namespace
@@ -88,10 +86,10 @@ void WaitUnshard(FSDPStateContext& context, FSDPStates needed) {
     try {
       group.WaitUnshard(context.pool);
     } catch (...) {
-      Account(context, *state, ShardedState::kUnsharding, /*freed=*/true);
+      AccountFreed(context, *state, ShardedState::kUnsharding);
       throw;
     }
-    Account(context, *state, ShardedState::kUnsharding, /*freed=*/false);
+    --context.stats.gathers_in_flight;
     context.Trace(TraceEvent::kUnshardWait, *state);
   }
 }
@@ -103,15 +101,14 @@ void Reshard(FSDPStateContext& context, FSDPState& state) {
   if (group.is_sharded()) return;
   const ShardedState before = group.sharded_state();
   group.Reshard(context.pool);
-  Account(context, state, before, /*freed=*/true);
+  AccountFreed(context, state, before);
   context.Trace(TraceEvent::kReshard, state);
 }
 
 void Prefetch(FSDPStateContext& context, FSDPStates needed, PassOrder& order) {
   // What was gathered ahead and is not used in this pass makes room.
-  for (FSDPState* s : context.states) {
-    if (s != nullptr && s->prefetched &&
-        order.NextUse(s->id) == PassOrder::kNever) {
+  for (FSDPState* s : context.resident) {
+    if (s->prefetched && order.NextUse(s->id) == PassOrder::kNever) {
       s->left = true;
     }
   }

@@ -145,15 +145,22 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
       if (!storage) continue;  // nothing holds these parameters any more
       internal::SetData(
           *storage, static_cast<char*>(buffer_->data) + segment.buffer_offset);
-      const int64_t numel = segment.layout.unsharded_numel();
-      gathers_.push_back(communicator_.AllGather(
-          internal::MakeTensor(storage, segment.dtype, {numel}, {1}, 0),
-          segment.flat_shard));
+      gathers_.push_back(
+          communicator_.AllGather(Whole(segment), segment.flat_shard));
     }
   } catch (...) {
     Reshard(pool);
     throw;
   }
+}
+
+at::Tensor FSDPParamGroup::Whole(const Segment& segment) const {
+  const int64_t numel = segment.layout.unsharded_numel();
+  return internal::MakeTensor(
+      internal::BorrowMemory(
+          static_cast<char*>(buffer_->data) + segment.buffer_offset,
+          numel * c10::elementSize(segment.dtype)),
+      segment.dtype, {numel}, {1}, 0);
 }
 
 void FSDPParamGroup::WaitUnshard(BufferPool& pool) {

@@ -104,6 +104,9 @@ class FSDPParamGroup {
  private:
   void BuildSegments();
   void TakeOver();
+  // The segment's part of the buffer. Not over the segment's storage: a gather
+  // in flight must not keep its own group alive.
+  at::Tensor Whole(const Segment& segment) const;
 
   Communicator communicator_;
   std::vector<FSDPParam> params_;

@@ -13,8 +13,9 @@ void FSDPStateContext::Trace(TraceEvent event, const FSDPState& state) const {
 void FSDPStateContext::Forget(FSDPState* state) {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   if (state->id >= 0) states[state->id] = nullptr;
-  current.erase(std::remove(current.begin(), current.end(), state),
-                current.end());
+  for (auto* list : {&current, &resident}) {
+    list->erase(std::remove(list->begin(), list->end(), state), list->end());
+  }
   if (reducing == state) {
     state->reduction()->Abandon(pool);
     reducing = nullptr;

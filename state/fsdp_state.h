@@ -45,6 +45,8 @@ class FSDPStateContext {
   // has died with its module.
   std::vector<FSDPState*> states;
   FullyShardOptions options;  // of the root
+  // Those whose groups are not kSharded.
+  std::vector<FSDPState*> resident;
 
   TrainingState training_state = TrainingState::kIdle;
   // The states whose parameters the last operator read.
