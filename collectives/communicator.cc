@@ -1,5 +1,6 @@
 #include "collectives/communicator.h"
 
+#include <algorithm>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -55,6 +56,13 @@ Communicator::Communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     : owned_(std::make_shared<BackendRef>()) {
   TORCH_CHECK_VALUE(group != nullptr, "expected a process group, got none.");
   owned_->group = group;
+  const auto& devices = group->getDeviceTypes();
+  TORCH_CHECK_VALUE(
+      std::any_of(devices.begin(), devices.end(),
+                  [&](const c10::Device& d) { return d.type() == device; }),
+      "expected a process group with a backend for ",
+      c10::DeviceTypeName(device, /*lower_case=*/true),
+      " tensors, got one without. Name it in ProcessGroupOptions().backend.");
   owned_->backend = group->getBackend(device);
   backend_ = owned_->backend.get();
   rank_ = owned_->backend->getRank();

@@ -53,6 +53,10 @@ LaunchEnvironment ReadLaunchEnvironment(const EnvironmentLookup& lookup) {
       Number("MASTER_PORT", Require(lookup, "MASTER_PORT"), 1, 65535));
   const char* agent = lookup("TORCHELASTIC_USE_AGENT_STORE");
   env.agent_store = agent != nullptr && std::string(agent) == "True";
+  if (const char* restarts = lookup("TORCHELASTIC_RESTART_COUNT")) {
+    env.restart_count =
+        Number("TORCHELASTIC_RESTART_COUNT", restarts, 0, 1 << 24);
+  }
   return env;
 }
 

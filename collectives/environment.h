@@ -23,6 +23,7 @@ struct LaunchEnvironment {
   // TORCHELASTIC_USE_AGENT_STORE: the launcher hosts the store and every rank
   // is a client of it. Otherwise rank 0 hosts it.
   bool agent_store = false;
+  int restart_count = 0;  // TORCHELASTIC_RESTART_COUNT, 0 if absent
 };
 
 // Looks a variable up; nullptr if it is not set. The default is std::getenv.

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/synchronization/mutex.h"
 #include "collectives/backends.h"
@@ -49,8 +50,12 @@ ProcessGroupPtr init_process_group(const ProcessGroupOptions& options) {
                       "store, a rank and a world size for a second group.");
   }
   const LaunchEnvironment env = ReadLaunchEnvironment();
+  ProcessGroupOptions of_this_start = options;
+  // A launcher that starts the job again may keep the store.
+  of_this_start.prefix(
+      absl::StrCat(options.prefix(), "/start", env.restart_count));
   auto group = init_process_group(MakeStore(env, options), env.rank,
-                                  env.world_size, options);
+                                  env.world_size, of_this_start);
   absl::MutexLock lock(&Default().mutex);
   Default().group = group;
   return group;
@@ -65,8 +70,12 @@ ProcessGroupPtr init_process_group(const c10::intrusive_ptr<c10d::Store>& store,
                     "init_process_group: expected 0 <= rank < world_size, got "
                     "rank ",
                     rank, " of ", world_size, ".");
-  auto prefixed =
-      c10::make_intrusive<c10d::PrefixStore>(options.prefix(), store);
+  // Every rank counts its own calls, so the n-th groups of all ranks meet, and
+  // never the keys that an earlier group has left.
+  const int64_t generation =
+      store->add(absl::StrCat(options.prefix(), "/calls/", rank), 1);
+  auto prefixed = c10::make_intrusive<c10d::PrefixStore>(
+      absl::StrCat(options.prefix(), "/", generation), store);
   auto group =
       c10::make_intrusive<c10d::ProcessGroup>(prefixed, rank, world_size);
   for (absl::string_view name : absl::StrSplit(options.backend(), ',')) {

@@ -91,23 +91,14 @@ class Touches {
                   std::make_move_iterator(others.end()));
     for (const auto& read : mine) {
       needed.push_back(read.state.get());
-      if (!backward && c10::GradMode::is_enabled()) SyncEdges(*context, read);
+      if (!backward && c10::GradMode::is_enabled()) {
+        SyncGradientEdges(*context, *read.state, read.params);
+      }
     }
     if (backward) {
       PreBackward(context, needed);
     } else {
       PreForward(*context, needed);
-    }
-  }
-
-  // Freezing, or the reverse, after sharding is set on the shard, which no
-  // operator shows.
-  static void SyncEdges(FSDPStateContext& context, const Read& read) {
-    for (const int param : read.params) {
-      if (read.state->group()->SyncGradientEdge(param)) {
-        context.backward_order.Clear();
-        context.seed_backward_order = false;
-      }
     }
   }
 

@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -125,6 +126,16 @@ std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state) {
   return context;
 }
 
+void SyncGradientEdges(FSDPStateContext& context, FSDPState& state,
+                       absl::Span<const int> params) {
+  for (const int param : params) {
+    if (!state.group()->SyncGradientEdge(param)) continue;
+    // Another backward than the recorded one is to be expected.
+    context.backward_order.Clear();
+    context.seed_backward_order = false;
+  }
+}
+
 void RootPreForward(FSDPStateContext& context) {
   switch (context.training_state) {
     case TrainingState::kForward:
@@ -139,6 +150,13 @@ void RootPreForward(FSDPStateContext& context) {
   context.training_state = TrainingState::kForward;
   context.current.clear();
   context.forward_order.Begin();
+  std::vector<int> all;
+  for (FSDPState* state : context.states) {
+    if (state == nullptr || state->group() == nullptr) continue;
+    all.resize(state->group()->params().size());
+    std::iota(all.begin(), all.end(), 0);
+    SyncGradientEdges(context, *state, all);
+  }
 }
 
 void ResetTree(const std::shared_ptr<FSDPStateContext>& context) {

@@ -8,6 +8,7 @@
 
 #include <memory>
 
+#include "absl/types/span.h"
 #include "state/fsdp_state.h"
 
 namespace composable {
@@ -17,6 +18,16 @@ namespace composable {
 // its FQN, its ancestors and its resolved options. Later calls return the same
 // context, until fully_shard is applied further up.
 std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state);
+
+// Note [Freezing after sharding]
+// requires_grad_() is called on shards, and no operator shows it. So the whole
+// parameters follow their shards when a forward starts, and when an operator of
+// a forward with gradients reads them.
+//
+// Makes the gradient edges of these parameters of `state` follow their shards.
+// The context's mutex must be held.
+void SyncGradientEdges(FSDPStateContext& context, FSDPState& state,
+                       absl::Span<const int> params);
 
 // Starts a forward if none is running. After a backward that threw, waits for
 // what it left in flight and frees it first. The context's mutex must be held.

@@ -15,10 +15,10 @@ int64_t SlotsInUse(const FSDPStateContext& context) {
                        });
 }
 
-// Frees the left group whose next use is furthest away, if that is after
-// `before`. False if there is none.
+// Frees the left group whose next use is furthest away, if that is at position
+// `earliest` or later. False if there is none.
 bool EvictOne(FSDPStateContext& context, FSDPStates needed,
-              const PassOrder& order, size_t before) {
+              const PassOrder& order, size_t earliest) {
   FSDPState* victim = nullptr;
   size_t victim_use = 0;
   for (FSDPState* s : context.resident) {
@@ -30,7 +30,7 @@ bool EvictOne(FSDPStateContext& context, FSDPStates needed,
       victim_use = use;
     }
   }
-  if (victim == nullptr || victim_use <= before) return false;
+  if (victim == nullptr || victim_use < earliest) return false;
   Reshard(context, *victim);
   return true;
 }
@@ -73,7 +73,7 @@ void IssueUnshard(FSDPStateContext& context, FSDPStates needed,
     if (!group.is_sharded()) continue;
     while (state->uses_slot() &&
            SlotsInUse(context) >= context.options.limit_all_gathers() &&
-           EvictOne(context, needed, order, /*before=*/0)) {
+           EvictOne(context, needed, order, /*earliest=*/0)) {
     }
     Issue(context, *state);
   }
@@ -126,7 +126,7 @@ void Prefetch(FSDPStateContext& context, FSDPStates needed, PassOrder& order) {
     if (!group.is_sharded()) continue;
     if (context.stats.gathers_in_flight >= limit) return;
     if (next->uses_slot() && SlotsInUse(context) >= limit &&
-        !EvictOne(context, needed, order, /*before=*/i)) {
+        !EvictOne(context, needed, order, /*earliest=*/i + 1)) {
       return;
     }
     Issue(context, *next);

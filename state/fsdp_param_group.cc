@@ -146,7 +146,7 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
       internal::SetData(
           *storage, static_cast<char*>(buffer_->data) + segment.buffer_offset);
       gathers_.push_back(
-          communicator_.AllGather(Whole(segment), segment.flat_shard));
+          communicator_.AllGather(WholeBytes(segment), ShardBytes(segment)));
     }
   } catch (...) {
     Reshard(pool);
@@ -154,13 +154,19 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
   }
 }
 
-at::Tensor FSDPParamGroup::Whole(const Segment& segment) const {
-  const int64_t numel = segment.layout.unsharded_numel();
+at::Tensor FSDPParamGroup::WholeBytes(const Segment& segment) const {
+  const auto bytes = static_cast<int64_t>(segment.layout.unsharded_numel() *
+                                          c10::elementSize(segment.dtype));
   return internal::MakeTensor(
       internal::BorrowMemory(
-          static_cast<char*>(buffer_->data) + segment.buffer_offset,
-          numel * c10::elementSize(segment.dtype)),
-      segment.dtype, {numel}, {1}, 0);
+          static_cast<char*>(buffer_->data) + segment.buffer_offset, bytes),
+      c10::kByte, {bytes}, {1}, 0);
+}
+
+at::Tensor FSDPParamGroup::ShardBytes(const Segment& segment) {
+  return internal::MakeTensor(
+      internal::StorageOf(segment.flat_shard), c10::kByte,
+      {static_cast<int64_t>(segment.flat_shard.nbytes())}, {1}, 0);
 }
 
 void FSDPParamGroup::WaitUnshard(BufferPool& pool) {

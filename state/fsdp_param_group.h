@@ -104,9 +104,11 @@ class FSDPParamGroup {
  private:
   void BuildSegments();
   void TakeOver();
-  // The segment's part of the buffer. Not over the segment's storage: a gather
-  // in flight must not keep its own group alive.
-  at::Tensor Whole(const Segment& segment) const;
+  // What a gather writes and reads. As bytes, so that every dtype can be
+  // gathered; the former not over the segment's storage, because a gather in
+  // flight must not keep its own group alive.
+  at::Tensor WholeBytes(const Segment& segment) const;
+  static at::Tensor ShardBytes(const Segment& segment);
 
   Communicator communicator_;
   std::vector<FSDPParam> params_;

@@ -32,10 +32,7 @@ at::Tensor Slice(const at::Tensor& flat, int64_t begin, int64_t numel) {
 GradientReduction::GradientReduction(FSDPParamGroup& group) : group_(group) {
   const auto& segments = group.segments();
   for (size_t s = 0; s < segments.size(); ++s) {
-    if (!c10::isFloatingType(segments[s].dtype) &&
-        !c10::isComplexType(segments[s].dtype)) {
-      continue;
-    }
+    if (!c10::isFloatingType(segments[s].dtype)) continue;
     Part part;
     part.segment = static_cast<int>(s);
     part.shard_numel = segments[s].layout.shard_numel();
@@ -233,7 +230,7 @@ void GradientReduction::FinishPart(Part& part, int world_size) {
   if (world_size > 1) shard.div_(world_size);
   for (size_t k = 0; k < indices.size(); ++k) {
     FSDPParam& param = group_.params()[indices[k]];
-    if (!param.has_edge || !any_rank_has(k)) continue;
+    if (!param.sharded.requires_grad() || !any_rank_has(k)) continue;
     const at::Tensor rows = param.RowsIn(shard);
     at::Tensor& gradient = param.sharded.mutable_grad();
     if (gradient.defined()) {

@@ -26,6 +26,10 @@ void CheckShardable(const ManagedParams::Owned& owned, const std::string& api) {
                               "torch::kCPU).");
   TORCH_CHECK_VALUE(p.layout() == c10::kStrided, who, "has layout ", p.layout(),
                     "; expected a strided tensor. Call to_dense() on it.");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !p.is_complex(), who,
+      "is complex, which the collectives do not carry. Register "
+      "torch::view_as_real of it, and view_as_complex it in forward.");
   TORCH_CHECK_VALUE(p.dim() > 0, who,
                     "is a scalar, which has no rows to shard. Make it a 1-D "
                     "tensor of one element.");

@@ -1,9 +1,10 @@
-// CUDA and NCCL code compiles, links and starts, on a machine without a GPU too.
+// CUDA and NCCL code compiles, links and starts, on a machine without a GPU
+// too.
+#include <ATen/cuda/CUDAContextLight.h>
 #include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
 #include <nccl.h>
 
-#include <ATen/cuda/CUDAContextLight.h>
-#include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/NCCLUtils.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 

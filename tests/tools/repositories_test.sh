@@ -72,9 +72,31 @@ mkdir -p "${archive}/include"
 echo 2.13.0+cpu >"${archive}/build-version"
 accepts "a LibTorch archive" "TORCH_HOME=${archive}" @libtorch//:torch
 
-accepts "CUDA is off where LibTorch has none" "TORCH_HOME=${archive}" @cuda//:cudart
-grep -q 'CUDA_FOUND = False' "$("${bazel[@]}" info output_base 2>/dev/null)/external/cuda/cuda.bzl" ||
-  fail "CUDA_FOUND is not False" ""
+# cuda NAME True|False PATTERN VARIABLE=VALUE...: whether @cuda counts as found; what Bazel says.
+cuda() {
+  accepts "$1" "${@:4}" @cuda//:cudart
+  grep -qE "$3" <<<"${output}" || fail "$1: no line with $3" "${output}"
+  grep -q "CUDA_FOUND = $2" "${TEST_TMPDIR}"/bazel/*/external/cuda/cuda.bzl ||
+    fail "$1: CUDA_FOUND is not $2" "${output}"
+}
+cuda "LibTorch without CUDA" False "" "TORCH_HOME=${archive}"
+torch="${TEST_TMPDIR}/site-packages/torch"
+fake_torch "${torch}" 2.11.0
+printf "__version__ = '2.11.0'\ncuda: Optional[str] = '13.0'\n" >"${torch}/version.py"
+touch "${torch}/lib/libtorch_cuda.so"
+toolkit="${TEST_TMPDIR}/cuda"
+mkdir -p "${toolkit}"/{include,lib64}
+cuda "no toolkit" False "CUDA code is not built, no toolkit at ${toolkit}: to build it, install the CUDA toolkit 13" \
+  "TORCH_HOME=${torch}" "CUDA_HOME=${toolkit}"
+touch "${toolkit}/include/cuda_runtime.h" "${toolkit}/lib64/libcudart.so"
+echo "#define CUDA_VERSION 12080" >"${toolkit}/include/cuda.h"
+cuda "a toolkit of another version" False "${toolkit} is of CUDA 12 and LibTorch 2.11.0 of CUDA 13" \
+  "TORCH_HOME=${torch}" "CUDA_HOME=${toolkit}/."
+echo "#define CUDA_VERSION 13000" >"${toolkit}/include/cuda.h"
+nccl="${TEST_TMPDIR}/site-packages/nvidia/nccl"
+mkdir -p "${nccl}"/{include,lib}
+touch "${nccl}/include/nccl.h" "${nccl}/lib/libnccl.so.2"
+cuda "a toolkit that fits" True "" "TORCH_HOME=${torch}" "CUDA_HOME=${toolkit}/"
 
 venv="${TEST_TMPDIR}/venv"
 fake_torch "${venv}/lib/python3.11/site-packages/torch" 2.12.0

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
 
@@ -38,6 +39,21 @@ def is_running(pid):
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def still_running(pids, seconds=5.0):
+    """Those of the processes that have not ended by then."""
+    end = time.monotonic() + seconds
+    while (left := [p for p in pids if is_running(p)]) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
+
+
+def flag_file(test):
+    """The path of a file that isn't there yet, for ranks to wait for."""
+    folder = tempfile.TemporaryDirectory(dir=os.environ.get("TEST_TMPDIR"))
+    test.addCleanup(folder.cleanup)
+    return os.path.join(folder.name, "flag")
 
 
 class Environment(unittest.TestCase):
@@ -113,7 +129,7 @@ class Failure(unittest.TestCase):
         result = run("--nproc=3", *bash(script))
         self.assertEqual(result.returncode, 7)
         self.assertLess(result.seconds, 5)
-        self.assertRegex(result.stderr, r"rank 2 failed first: exit status 7 after 0\.\d s")
+        self.assertRegex(result.stderr, r"rank 2 failed first: exit status 7 after \d\.\d s")
         self.assertRegex(result.stderr, r"last lines of rank 2:\n    cause\n")
 
     def test_signal_is_named(self):
@@ -122,20 +138,28 @@ class Failure(unittest.TestCase):
         self.assertIn("rank 0 failed first: signal SIGSEGV", result.stderr)
 
     def test_rank_that_ignores_sigterm_is_killed_after_the_grace(self):
-        script = "trap '' TERM; [ $RANK = 0 ] && exit 3; while :; do sleep 0.1; done"
+        flag = flag_file(self)
+        script = (
+            f"if [ $RANK = 0 ]; then until [ -e {flag} ]; do sleep 0.05; done; exit 3; fi; "
+            f"trap '' TERM; touch {flag}; while :; do sleep 0.1; done"
+        )
         result = run("--nproc=2", *bash(script))
         self.assertEqual(result.returncode, 3)
         self.assertGreater(result.seconds, 4.9)
-        self.assertLess(result.seconds, 9)
+        self.assertLess(result.seconds, 15)
 
     def test_children_of_ranks_are_stopped_too(self):
-        script = "sleep 60 & echo pid $!; [ $RANK = 1 ] && { sleep 0.3; exit 1; }; wait"
+        flag = flag_file(self)
+        script = (
+            "sleep 60 & echo pid $!; "
+            f"if [ $RANK = 1 ]; then until [ -e {flag} ]; do sleep 0.05; done; exit 1; fi; "
+            f"touch {flag}; wait"
+        )
         result = run("--nproc=2", *bash(script))
         self.assertEqual(result.returncode, 1)
         pids = re.findall(r"pid (\d+)", result.stdout)
         self.assertEqual(len(pids), 2)
-        time.sleep(0.2)
-        self.assertEqual([p for p in pids if is_running(p)], [])
+        self.assertEqual(still_running(pids), [])
 
 
 class Stopping(unittest.TestCase):
@@ -173,8 +197,7 @@ class Stopping(unittest.TestCase):
         process.kill()
         process.wait()
         process.stdout.close()
-        time.sleep(0.5)
-        self.assertEqual([p for p in pids if is_running(p)], [])
+        self.assertEqual(still_running(pids), [])
 
 
 class Arguments(unittest.TestCase):

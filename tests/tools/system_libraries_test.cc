@@ -1,8 +1,9 @@
-// Abseil, nlohmann-json and Gloo's headers are found; those of Gloo agree with c10d's use of them.
-#include <string>
-
+// Abseil, nlohmann-json and Gloo's headers are found; those of Gloo agree with
+// c10d's use of them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "absl/container/flat_hash_map.h"
@@ -31,7 +32,8 @@ TEST(SystemLibrariesTest, Abseil) {
   absl::Mutex mutex;
   absl::MutexLock lock(&mutex);
   EXPECT_THAT(absl::MakeConstSpan(list), ElementsAre(1, 42));
-  EXPECT_EQ(absl::StrFormat("%s", error.status().ToString()), "NOT_FOUND: no 1");
+  EXPECT_EQ(absl::StrFormat("%s", error.status().ToString()),
+            "NOT_FOUND: no 1");
   EXPECT_GT(absl::Now(), absl::UnixEpoch());
 }
 

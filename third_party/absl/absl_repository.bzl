@@ -37,10 +37,20 @@ _LABELS = {
 }
 
 _BUILD = """\
+config_setting(
+    name = "tsan",
+    define_values = {{"composable_tsan": "on"}},
+)
+
 cc_library(
-    name = "system",
+    name = "headers",
     hdrs = glob(["include/absl/**/*.h", "include/absl/**/*.inc"]),
     includes = ["include"],
+    visibility = ["@composable//third_party/absl:__pkg__"],
+)
+
+cc_library(
+    name = "system",
     linkopts = [
         "-L{folder}",
 {rpath}        "-Wl,--push-state,--as-needed",
@@ -48,6 +58,10 @@ cc_library(
         "-Wl,--pop-state",
     ],
     visibility = ["//:__subpackages__"],
+    deps = [":headers"] + select({{
+        ":tsan": ["@composable//third_party/absl:tsan_mutex"],
+        "//conditions:default": [],
+    }}),
 )
 """
 

@@ -13,7 +13,7 @@ version, and nccl.h is there. The libraries linked are those beside LibTorch
 
 load("//third_party/libtorch:locate.bzl", "TORCH_ENVIRON", "locate_torch")
 
-_INSTALL = "install the CUDA toolkit of that version (with nccl.h) and point CUDA_HOME at it, or build with --config=cpu"
+_INSTALL = "to build it, install the CUDA toolkit %s with NCCL and point CUDA_HOME at it"
 
 _BZL = """\
 CUDA_FOUND = {found}
@@ -121,22 +121,20 @@ def _toolkit_major(repository_ctx, home):
             return str(int(words[2]) // 1000)
     return ""
 
+def _is_toolkit(home):
+    include = home.get_child("include")
+    return include.get_child("cuda_runtime.h").exists and include.get_child("cuda.h").exists
+
 def _locate_toolkit(repository_ctx):
-    """The toolkit's folder (CUDA_HOME, nvcc's, or the usual place), or None."""
-    env = repository_ctx.os.environ
-    if env.get("CUDA_HOME"):
-        home = repository_ctx.path(env["CUDA_HOME"])
-        if not home.get_child("include").get_child("cuda_runtime.h").exists:
-            fail("CUDA: CUDA_HOME=%s has no include/cuda_runtime.h: " % home + _INSTALL)
-        return home
-    places = ["/usr/local/cuda"]
-    nvcc = repository_ctx.which("nvcc")
-    if nvcc:
-        places = [str(nvcc.realpath.dirname.dirname)] + places
+    """The toolkit's folder (CUDA_HOME alone if set; nvcc's; the usual place), or None."""
+    places = [repository_ctx.os.environ.get("CUDA_HOME")]
+    if not places[0]:
+        nvcc = repository_ctx.which("nvcc")
+        places = [str(nvcc.realpath.dirname.dirname)] if nvcc else []
+        places.append("/usr/local/cuda")
     for place in places:
         home = repository_ctx.path(place)
-        if home.get_child("include").get_child("cuda_runtime.h").exists and \
-           home.get_child("include").get_child("cuda.h").exists:
+        if _is_toolkit(home):
             return home
     return None
 
@@ -144,22 +142,35 @@ def _missing(repository_ctx, why):
     repository_ctx.file("cuda.bzl", _BZL.format(found = False))
     repository_ctx.file("BUILD", _BUILD_COMMON.format(summary = "No CUDA: " + why) + _BUILD_MISSING)
 
+def _missing_toolkit(repository_ctx, why, wanted):
+    # Whoever has a LibTorch with CUDA may want to know what to do for the rest.
+    # buildifier: disable=print
+    print("CUDA code is not built, %s: %s" % (why, _INSTALL % wanted))
+    _missing(repository_ctx, why)
+
 def _cuda_repository(repository_ctx):
     torch = locate_torch(repository_ctx)
     if not torch.home.get_child("lib").get_child("libtorch_cuda.so").exists:
-        _missing(repository_ctx, "LibTorch at %s is built without it." % torch.home)
+        _missing(repository_ctx, "LibTorch at %s is built without it" % torch.home)
         return
+    wanted = _torch_cuda_major(repository_ctx, torch)
     home = _locate_toolkit(repository_ctx)
     if not home:
-        _missing(repository_ctx, "no toolkit at CUDA_HOME, on PATH, at /usr/local/cuda.")
+        _missing_toolkit(
+            repository_ctx,
+            "no toolkit at " + (repository_ctx.os.environ.get("CUDA_HOME") or
+                                "CUDA_HOME (unset), nvcc's folder, /usr/local/cuda"),
+            wanted,
+        )
         return
     major = _toolkit_major(repository_ctx, home)
-    wanted = _torch_cuda_major(repository_ctx, torch) or major
-    if major != wanted:
-        message = "toolkit %s is of CUDA %s, LibTorch %s of CUDA %s" % (home, major, torch.version, wanted)
-        if repository_ctx.os.environ.get("CUDA_HOME"):
-            fail("CUDA: %s: %s" % (message, _INSTALL))
-        _missing(repository_ctx, message + ".")
+    if wanted and major != wanted:
+        _missing_toolkit(
+            repository_ctx,
+            "the toolkit at %s is of CUDA %s and LibTorch %s of CUDA %s" %
+            (home, major, torch.version, wanted),
+            wanted,
+        )
         return
 
     nvidia = "%s/nvidia" % torch.home.dirname
@@ -181,8 +192,12 @@ def _cuda_repository(repository_ctx):
         if repository_ctx.path(p + "/nccl.h").exists
     ])
     if not cudart or not nccl or not nccl_include:
-        fail("CUDA: %s of toolkit %s not found: %s" %
-             ("libcudart" if not cudart else "NCCL", home, _INSTALL))
+        _missing_toolkit(
+            repository_ctx,
+            "%s not found beside LibTorch nor in %s" % ("NCCL" if cudart else "libcudart", home),
+            wanted,
+        )
+        return
 
     repository_ctx.symlink(home.get_child("include"), "include")
     for name in ["nccl.h", "nccl_device.h", "nccl_device"]:
