@@ -63,6 +63,17 @@ void AccountFreed(FSDPStateContext& context, FSDPState& state,
   resident.erase(std::find(resident.begin(), resident.end(), &state));
 }
 
+// An operator over many groups must not put them all on the wire at once.
+void WaitForRoomInFlight(FSDPStateContext& context) {
+  for (size_t i = 0;
+       context.stats.gathers_in_flight >= context.options.limit_all_gathers() &&
+       i < context.resident.size();
+       ++i) {
+    FSDPState* oldest = context.resident[i];
+    WaitUnshard(context, {&oldest, 1});
+  }
+}
+
 }  // namespace
 
 void IssueUnshard(FSDPStateContext& context, FSDPStates needed,
@@ -75,6 +86,7 @@ void IssueUnshard(FSDPStateContext& context, FSDPStates needed,
            SlotsInUse(context) >= context.options.limit_all_gathers() &&
            EvictOne(context, needed, order, /*earliest=*/0)) {
     }
+    WaitForRoomInFlight(context);
     Issue(context, *state);
   }
 }

@@ -39,7 +39,10 @@ bool PassOrder::Advance(int group) {
   const auto begin = followed_.begin();
   const auto present = begin + static_cast<std::ptrdiff_t>(next_);
   auto it = std::find(present, followed_.end(), group);
-  if (it == followed_.end()) it = std::find(begin, present, group);
+  if (it == followed_.end()) {
+    it = std::find(begin, present, group);
+    if (it == present) it = followed_.end();
+  }
   on_order_ = it != followed_.end();
   if (on_order_) next_ = static_cast<size_t>(it - begin) + 1;
   return on_order_;

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <chrono>
+#include <cstring>
 #include <utility>
 
 namespace composable {
@@ -13,6 +14,11 @@ constexpr auto kPatience = std::chrono::seconds(20);
 
 std::string Name(bool gather, size_t index) {
   return (gather ? "gather " : "reduce ") + std::to_string(index);
+}
+
+// NaN in every floating type.
+void Poison(const at::Tensor& tensor) {
+  std::memset(tensor.mutable_data_ptr(), 0xff, tensor.nbytes());
 }
 
 }  // namespace
@@ -45,6 +51,7 @@ c10::intrusive_ptr<c10d::Work> ManualBackend::Issue(bool gather,
                                                     const at::Tensor& input) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const size_t index = operations_.size();
+  Poison(output);
   operations_.push_back({gather, false, false, output, input});
   log_("issue " + Name(gather, index));
   return c10::make_intrusive<ManualWork>(this, index);
@@ -55,10 +62,15 @@ void ManualBackend::Wait(size_t index) {
   operations_[index].waited = true;
   log_("wait " + Name(operations_[index].gather, index));
   changed_.notify_all();
-  if (finish_on_wait_) FinishLocked(operations_[index]);
-  TORCH_CHECK(changed_.wait_for(lock, kPatience,
-                                [&] { return operations_[index].finished; }),
-              "the test did not finish collective ", index);
+  if (finish_on_wait_ && failures_.count(index) == 0) FinishLocked(index);
+  const bool in_time = changed_.wait_for(lock, kPatience, [&] {
+    return operations_[index].finished || failures_.count(index) != 0;
+  });
+  TORCH_CHECK(in_time, "the test did not finish collective ", index);
+  if (operations_[index].finished) return;
+  operations_[index].output.reset();
+  operations_[index].input.reset();
+  C10_THROW_ERROR(DistError, failures_[index]);
 }
 
 void ManualBackend::AwaitWait(size_t index) {
@@ -71,13 +83,41 @@ void ManualBackend::AwaitWait(size_t index) {
               "no thread waited for collective ", index);
 }
 
-void ManualBackend::Finish(size_t index) {
+std::optional<size_t> ManualBackend::AwaitAnyWait() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  std::optional<size_t> found;
+  const bool in_time = changed_.wait_for(lock, kPatience, [&] {
+    for (size_t i = 0; i < operations_.size() && !found; ++i) {
+      if (operations_[i].waited && !operations_[i].finished) found = i;
+    }
+    return found || no_more_waits_;
+  });
+  TORCH_CHECK(in_time, "no thread waited for a collective");
+  return found;
+}
+
+void ManualBackend::NoMoreWaits() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  FinishLocked(operations_.at(index));
+  no_more_waits_ = true;
   changed_.notify_all();
 }
 
-void ManualBackend::FinishLocked(Operation& operation) const {
+void ManualBackend::Finish(size_t index) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(index < operations_.size(), "collective ", index,
+              " was not issued");
+  FinishLocked(index);
+  changed_.notify_all();
+}
+
+void ManualBackend::Fail(size_t index, const std::string& message) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  failures_[index] = message;
+  changed_.notify_all();
+}
+
+void ManualBackend::FinishLocked(size_t index) {
+  Operation& operation = operations_[index];
   if (operation.finished) return;
   const at::NoGradGuard no_grad;
   if (operation.gather) {
@@ -86,6 +126,7 @@ void ManualBackend::FinishLocked(Operation& operation) const {
     operation.output.copy_(
         operation.input.narrow(0, 0, operation.output.numel()));
     operation.output.mul_(getSize());
+    Poison(operation.input);
   }
   operation.output.reset();
   operation.input.reset();
@@ -100,6 +141,11 @@ size_t ManualBackend::issued() const {
 bool ManualBackend::waited(size_t index) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return index < operations_.size() && operations_[index].waited;
+}
+
+at::Tensor ManualBackend::input(size_t index) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return operations_.at(index).input;
 }
 
 c10::intrusive_ptr<c10d::Work> ManualBackend::_allgather_base(

@@ -9,14 +9,18 @@
 //
 // The other ranks hold what this rank holds: a gathered buffer is this rank's
 // shard repeated, a reduction is this rank's part times the world size. Results
-// are written by Finish, not before, so a read that is too early sees poison.
+// are written by Finish. Until then outputs are full of NaN, and inputs are
+// read by Finish, not before, and spoilt by it where the interface allows that:
+// so what is read too early, or overwritten too early, shows in the values.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <condition_variable>
 #include <functional>
+#include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -37,8 +41,19 @@ class ManualBackend final : public c10d::Backend {
   // Blocks until some thread waits for collective `index`; throws after 20 s.
   void AwaitWait(size_t index);
   void Finish(size_t index);
+  // Blocks until some thread waits for a collective that has not finished, and
+  // returns its index; nothing if NoMoreWaits() was called instead, which the
+  // thread that waits does at its end.
+  std::optional<size_t> AwaitAnyWait();
+  void NoMoreWaits();
+  // Makes the wait for collective `index`, issued already or not, throw
+  // c10::DistError with `message`.
+  void Fail(size_t index, const std::string& message);
+
   size_t issued() const;
   bool waited(size_t index) const;
+  // What collective `index` sends; undefined once it has finished.
+  at::Tensor input(size_t index) const;
 
   const std::string getBackendName() const override { return "manual"; }
   c10::intrusive_ptr<c10d::Work> _allgather_base(
@@ -60,13 +75,15 @@ class ManualBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> Issue(bool gather, const at::Tensor& output,
                                        const at::Tensor& input);
   void Wait(size_t index);
-  void FinishLocked(Operation& operation) const;
+  void FinishLocked(size_t index);
 
   Log log_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool finish_on_wait_ = false;
+  bool no_more_waits_ = false;
   std::vector<Operation> operations_;
+  std::map<size_t, std::string> failures_;
 };
 
 c10::intrusive_ptr<ManualBackend> MakeManualBackend(int world_size,
