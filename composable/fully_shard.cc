@@ -65,7 +65,7 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
   TieToShards(managed);
   auto state = std::make_shared<FSDPState>(modules, options, std::move(group));
   if (state->group() != nullptr) {
-    state->group()->Attach(state, MakeGradientSink(state));
+    state->group()->Attach(state, GradientSinkFactory(state));
   }
   for (const auto& child : below) {
     if (child->parent.expired()) child->parent = state;

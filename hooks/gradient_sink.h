@@ -1,6 +1,6 @@
 // The autograd node that receives the gradients of all parameters of a group.
 //
-//   group->Attach(state, composable::MakeGradientSink(state));
+//   group->Attach(state, composable::GradientSinkFactory(state));
 //
 // Note [Gradient sink]
 // All whole parameters of a group are outputs of this one node, so the engine
@@ -12,6 +12,7 @@
 // everything else, and no reduction would overlap with computation.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "state/compatibility.h"
@@ -19,8 +20,9 @@
 
 namespace composable {
 
-// Holds the state weakly. Runs PostBackward; throws c10::Error if the state is
-// gone, because its gradients would be lost.
-NodePtr MakeGradientSink(const std::shared_ptr<FSDPState>& state);
+// Makes nodes that run PostBackward of `state`, and own it. The factory itself
+// holds it weakly; it may be called while the state lives.
+std::function<NodePtr()> GradientSinkFactory(
+    const std::shared_ptr<FSDPState>& state);
 
 }  // namespace composable

@@ -22,7 +22,10 @@ std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state);
 // Note [Freezing after sharding]
 // requires_grad_() is called on shards, and no operator shows it. So the whole
 // parameters follow their shards when a forward starts, and when an operator of
-// a forward with gradients reads them.
+// a forward with gradients reads them. (Not seen: parameters that are unfrozen
+// between two forwards without a backward in between, and are then read by a
+// custom autograd Function before any operator reads them. Its first use brings
+// no gradient for them.)
 //
 // Makes the gradient edges of these parameters of `state` follow their shards.
 // The context's mutex must be held.

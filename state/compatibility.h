@@ -4,6 +4,7 @@
 //   composable::NodePtr sink = composable::MakeNode<MySink>();
 #pragma once
 
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 
@@ -15,6 +16,11 @@ namespace composable {
 
 // std::shared_ptr<Node> up to 2.12, c10::intrusive_ptr<Node> from 2.13 on.
 using NodePtr = decltype(torch::autograd::Edge::function);
+
+using WeakNodePtr = std::conditional_t<
+    std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>,
+    std::weak_ptr<torch::autograd::Node>,
+    c10::weak_intrusive_ptr<torch::autograd::Node>>;
 
 template <typename T, typename... Args>
 NodePtr MakeNode(Args&&... args) {

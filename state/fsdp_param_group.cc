@@ -113,11 +113,9 @@ void FSDPParamGroup::TakeOver() {
 }
 
 void FSDPParamGroup::Attach(const std::shared_ptr<FSDPState>& state,
-                            NodePtr sink) {
-  sink_ = std::move(sink);
-  for (auto& param : params_) {
-    sink_->add_input_metadata(param.unsharded());
-  }
+                            std::function<NodePtr()> make_sink) {
+  make_sink_ = std::move(make_sink);
+  const NodePtr sink = Sink();  // one for all parameters
   for (size_t i = 0; i < params_.size(); ++i) {
     SyncGradientEdge(static_cast<int>(i));
   }
@@ -130,6 +128,22 @@ void FSDPParamGroup::Attach(const std::shared_ptr<FSDPState>& state,
         {state, static_cast<int>(s), /*is_shard=*/true});
   }
   new_storages_.clear();
+  SetNames("");
+}
+
+NodePtr FSDPParamGroup::Sink() {
+  NodePtr sink = sink_.lock();
+  if (sink) return sink;
+  sink = make_sink_();
+  for (const auto& param : params_) {
+    if (const at::Tensor whole = param.unsharded(); whole.defined()) {
+      sink->add_input_metadata(whole);
+    } else {
+      sink->add_input_metadata(torch::autograd::Node::undefined_input());
+    }
+  }
+  sink_ = WeakNodePtr(sink);
+  return sink;
 }
 
 void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
@@ -209,7 +223,7 @@ bool FSDPParamGroup::SyncGradientEdge(int index) {
   const bool wanted = param.sharded.requires_grad();
   const at::Tensor whole = param.unsharded();
   if (wanted == param.has_edge || !whole.defined()) return false;
-  internal::SetGradientEdge(whole, wanted ? sink_ : NodePtr(),
+  internal::SetGradientEdge(whole, wanted ? Sink() : NodePtr(),
                             static_cast<uint32_t>(index));
   param.has_edge = wanted;
   return true;
@@ -232,8 +246,9 @@ void FSDPParamGroup::SetNames(const std::string& group_fqn) {
     if (segment.params.size() > kNamed) names += ", ...";
     internal::SetFreedMessage(
         *storage,
-        "The parameters " + names + " of the module '" + group_fqn +
-            "' are sharded: their whole values are not in memory. Operators "
+        "The parameters " + names +
+            (group_fqn.empty() ? "" : " of the module '" + group_fqn + "'") +
+            " are sharded: their whole values are not in memory. Operators "
             "gather them by themselves; to read them in another way, call "
             "unshard() on the handle that fully_shard returned, and reshard() "
             "afterwards.");

@@ -13,10 +13,11 @@
 //   group.Reshard(pool);        // parameters may not be read
 //
 // Note [Who owns a group]
-// The unsharded storages own the FSDPState, and so its group. They live as long
-// as a member field or an autograd graph holds one of the parameters: a group
-// dies with its module at once, and a loss that outlives its model can still
-// run backward. The group holds its storages and parameters weakly.
+// The unsharded storages and the gradient sink own the FSDPState, and so its
+// group. They live as long as a member field or an autograd graph holds one of
+// the parameters or leads to its gradient: a group dies with its module at
+// once, and a loss that outlives its model can still run backward. The group
+// holds its storages, parameters and sink weakly.
 //
 // Thread-compatible: guarded by the mutex of the tree.
 #pragma once
@@ -24,6 +25,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -64,8 +66,11 @@ class FSDPParamGroup {
 
   // Second part of the take-over, when the state that owns this group exists:
   // registers the storages, hands ownership to them and connects the
-  // parameters to `sink`, whose input i is the gradient of parameter i.
-  void Attach(const std::shared_ptr<FSDPState>& state, NodePtr sink);
+  // parameters to a node from `make_sink`, whose input i is the gradient of
+  // parameter i. A node is made again when parameters are unfrozen after all
+  // were frozen and the last one is gone.
+  void Attach(const std::shared_ptr<FSDPState>& state,
+              std::function<NodePtr()> make_sink);
 
   // kSharded -> kUnsharding. A later gather replaces the values of an earlier
   // one, so a group that is stale is resharded first.
@@ -89,7 +94,8 @@ class FSDPParamGroup {
   // Whether a backward can bring gradients for any parameter.
   bool has_gradient_edges() const;
 
-  // Names the storages after the group and its parameters in errors.
+  // What errors call the parameters: `group_fqn` is empty until the tree is
+  // known.
   void SetNames(const std::string& group_fqn);
 
   int FindParam(int segment, int64_t storage_offset) const;
@@ -104,6 +110,7 @@ class FSDPParamGroup {
  private:
   void BuildSegments();
   void TakeOver();
+  NodePtr Sink();
   // What a gather writes and reads. As bytes, so that every dtype can be
   // gathered; the former not over the segment's storage, because a gather in
   // flight must not keep its own group alive.
@@ -114,7 +121,8 @@ class FSDPParamGroup {
   std::vector<FSDPParam> params_;
   std::vector<Segment> segments_;
   size_t unsharded_bytes_ = 0;
-  NodePtr sink_;  // holds the state weakly
+  std::function<NodePtr()> make_sink_;
+  WeakNodePtr sink_{NodePtr()};  // it holds the state
   // Storages between construction and Attach().
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> new_storages_;
 

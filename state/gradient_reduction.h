@@ -47,7 +47,8 @@ class GradientReduction {
   // Adds what is pending and starts the reduction. Returns the bytes sent.
   size_t Issue();
   // Waits, divides, and adds to S.grad() of every parameter that requires one
-  // and for which a rank had one. A parameter that is frozen by now is left alone.
+  // and for which a rank had one. A parameter that is frozen by now is left
+  // alone.
   void Finish(BufferPool& pool);
   // Drops a payload or a reduction in flight.
   void Abandon(BufferPool& pool);
