@@ -41,11 +41,15 @@ class Norm {
   }
   double OverRanks(const Part& part) const {
     if (part.communicator == nullptr) return part.value;
-    const at::Tensor value = at::zeros({1}, at::kDouble).fill_(part.value);
-    part.communicator->AllReduce(value, IsMax()
-                                            ? Communicator::Reduction::kMax
-                                            : Communicator::Reduction::kSum);
-    return value.item<double>();
+    // A maximum over ranks may drop a NaN, so it travels as a flag.
+    const at::Tensor sent = at::zeros({2}, at::kDouble);
+    auto* values = sent.mutable_data_ptr<double>();
+    values[0] = part.value;
+    values[1] = std::isnan(part.value) ? 1 : 0;
+    part.communicator->AllReduce(sent, IsMax() ? Communicator::Reduction::kMax
+                                               : Communicator::Reduction::kSum);
+    return values[1] != 0 ? std::numeric_limits<double>::quiet_NaN()
+                          : values[0];
   }
   double Finish(double value) const {
     return IsMax() ? value : std::pow(value, 1 / order_);

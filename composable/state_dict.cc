@@ -37,8 +37,12 @@ Item MakeItem(std::string fqn, const at::Tensor& tensor) {
   if (!FindGuardedStorage(tensor, &found)) return item;
   auto state = found.state.lock();
   if (state == nullptr) return item;
+  // The registry of a module that no fully_shard covers may hold the whole
+  // parameter, tied to one that is sharded.
   for (const auto& param : state->group()->params()) {
-    if (param.sharded.is_same(tensor)) item.param = &param;
+    if (param.sharded.is_same(tensor) || param.unsharded().is_same(tensor)) {
+      item.param = &param;
+    }
   }
   if (item.param != nullptr) item.state = std::move(state);
   return item;

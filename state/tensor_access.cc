@@ -114,6 +114,9 @@ at::Tensor MakeTensor(const c10::intrusive_ptr<c10::StorageImpl>& storage,
 void MoveIntoStorage(const at::Tensor& parameter, const at::Tensor& view) {
   at::Tensor alias = parameter;
   alias.set_data(view);
+  // A leaf may be a view, such as randn({5, 7}).t(); autograd would derive its
+  // gradient function from its base again.
+  if (alias.is_view()) alias.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
   if (alias.is_leaf()) alias.set_requires_grad(false);
   AddGuard(alias);
 }
