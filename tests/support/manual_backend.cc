@@ -44,6 +44,7 @@ ManualBackend::ManualBackend(int world_size, Log log)
 void ManualBackend::set_finish_on_wait(bool on) {
   const std::lock_guard<std::mutex> lock(mutex_);
   finish_on_wait_ = on;
+  no_more_waits_ = false;
 }
 
 c10::intrusive_ptr<c10d::Work> ManualBackend::Issue(bool gather,

@@ -43,7 +43,7 @@ class ManualBackend final : public c10d::Backend {
   void Finish(size_t index);
   // Blocks until some thread waits for a collective that has not finished, and
   // returns its index; nothing if NoMoreWaits() was called instead, which the
-  // thread that waits does at its end.
+  // thread that waits does at its end. set_finish_on_wait() undoes that.
   std::optional<size_t> AwaitAnyWait();
   void NoMoreWaits();
   // Makes the wait for collective `index`, issued already or not, throw

@@ -47,6 +47,9 @@ void RankContext::Seed(uint64_t seed) { at::manual_seed(seed); }
 
 void RunRanks(int world_size, const std::function<void(RankContext&)>& body,
               const RunRanksOptions& options) {
+  // LibTorch's flight recorder is one object of the process and races when the
+  // groups of two threads issue their first collectives at once.
+  setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/0);
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto hub = std::make_shared<InProcessHub>(world_size, options.timeout);
   Outcome outcome;
