@@ -60,7 +60,7 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
                                    ? options.process_group()
                                    : default_process_group();
     group = std::make_unique<FSDPParamGroup>(
-        managed, Communicator(process_group, c10::kCPU));
+        managed.owned, Communicator(process_group, c10::kCPU));
   }
   TieToShards(managed);
   auto state = std::make_shared<FSDPState>(modules, options, std::move(group));

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "hooks/pre_backward.h"
+#include "hooks/reduce.h"
 #include "hooks/root_pre_forward.h"
 #include "hooks/unshard.h"
 
@@ -19,21 +20,6 @@ bool MayBeReadAgain(const FSDPParamGroup& group) {
 }
 
 }  // namespace
-
-void FinishReduction(FSDPStateContext& context) {
-  FSDPState* state = std::exchange(context.reducing, nullptr);
-  if (state == nullptr) return;
-  state->reduction()->Finish(context.pool);
-  context.Trace(TraceEvent::kReduceWait, *state);
-}
-
-void IssueReduction(FSDPStateContext& context, FSDPState& state) {
-  context.reducing = &state;
-  const size_t bytes = state.reduction()->Issue();
-  ++context.stats.num_reductions;
-  context.stats.reduced_bytes += static_cast<int64_t>(bytes);
-  context.Trace(TraceEvent::kReduce, state);
-}
 
 void PostBackward(const std::shared_ptr<FSDPState>& state,
                   std::vector<at::Tensor> gradients) {

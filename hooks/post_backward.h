@@ -19,11 +19,4 @@ namespace composable {
 void PostBackward(const std::shared_ptr<FSDPState>& state,
                   std::vector<at::Tensor> gradients);
 
-// Waits for the reduction in flight, if there is one, and sets its gradients.
-// The context's mutex must be held.
-void FinishReduction(FSDPStateContext& context);
-
-// Issues the reduction of what `state` has packed.
-void IssueReduction(FSDPStateContext& context, FSDPState& state);
-
 }  // namespace composable

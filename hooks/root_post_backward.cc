@@ -3,7 +3,7 @@
 #include <mutex>
 #include <vector>
 
-#include "hooks/post_backward.h"
+#include "hooks/reduce.h"
 #include "hooks/unshard.h"
 
 namespace composable {

@@ -7,15 +7,14 @@
 
 namespace composable {
 
-FSDPParam::FSDPParam(const at::Tensor& parameter, std::string name,
-                     std::vector<ParameterSlot> slots)
-    : fqn(std::move(name)),
-      slots(std::move(slots)),
-      unsharded_(parameter.getIntrusivePtr()),
-      dtype_(parameter.scalar_type()),
-      sizes_(parameter.sizes().begin(), parameter.sizes().end()),
-      strides_(parameter.strides().begin(), parameter.strides().end()),
-      numel_(parameter.numel()) {
+FSDPParam::FSDPParam(const OwnedParam& owned)
+    : fqn(owned.name),
+      slots(owned.slots),
+      unsharded_(owned.parameter.getIntrusivePtr()),
+      dtype_(owned.parameter.scalar_type()),
+      sizes_(owned.parameter.sizes()),
+      strides_(owned.parameter.strides()),
+      numel_(owned.parameter.numel()) {
   // Dimensions of one element have no place in memory: they come last, so that
   // a [1, n] parameter is cut along n.
   const auto size = static_cast<int64_t>(sizes_.size());

@@ -38,14 +38,20 @@ struct ParameterSlot {
   std::string key;
 };
 
+// A parameter that is to be sharded.
+struct OwnedParam {
+  at::Tensor parameter;
+  std::string name;  // relative to the module, for messages
+  std::vector<ParameterSlot> slots;
+};
+
 class FSDPParam {
  public:
   using Dims = c10::SmallVector<int64_t, 4>;
 
-  // Describes `parameter`, which must be dense. `name` is how messages call
-  // it until the tree is known.
-  FSDPParam(const at::Tensor& parameter, std::string name,
-            std::vector<ParameterSlot> slots);
+  // The parameter must be dense. Its name is how messages call it until the
+  // tree is known.
+  explicit FSDPParam(const OwnedParam& owned);
 
   // Elements and outermost rows, in memory order.
   ParamExtent extent() const;

@@ -24,15 +24,13 @@ size_t RoundUp(size_t bytes) {
 
 }  // namespace
 
-FSDPParamGroup::FSDPParamGroup(const ManagedParams& managed,
+FSDPParamGroup::FSDPParamGroup(const std::vector<OwnedParam>& owned,
                                Communicator communicator)
     : communicator_(std::move(communicator)) {
   // What is made here lives on after an inference or no-grad scope.
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
-  for (const auto& owned : managed.owned) {
-    params_.emplace_back(owned.parameter, owned.name, owned.slots);
-  }
+  for (const auto& parameter : owned) params_.emplace_back(parameter);
   BuildSegments();
   TakeOver();
 }

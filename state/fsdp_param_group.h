@@ -34,7 +34,6 @@
 #include "collectives/communicator.h"
 #include "state/compatibility.h"
 #include "state/fsdp_param.h"
-#include "state/managed_params.h"
 #include "state/shard_layout.h"
 #include "state/training_state.h"
 
@@ -59,7 +58,8 @@ class FSDPParamGroup {
   // Takes the parameters over: their registry entries become shards, their
   // memory is released. Every rank must pass equal parameters. Needs the memory
   // of this rank's shards on top of the parameters.
-  FSDPParamGroup(const ManagedParams& managed, Communicator communicator);
+  FSDPParamGroup(const std::vector<OwnedParam>& owned,
+                 Communicator communicator);
   ~FSDPParamGroup();
   FSDPParamGroup(const FSDPParamGroup&) = delete;
   FSDPParamGroup& operator=(const FSDPParamGroup&) = delete;

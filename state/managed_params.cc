@@ -13,7 +13,7 @@ namespace composable {
 namespace {
 
 // `holders` counts the registry entries that were found.
-void CheckShardable(const ManagedParams::Owned& owned, const std::string& api) {
+void CheckShardable(const OwnedParam& owned, const std::string& api) {
   const at::Tensor& p = owned.parameter;
   const std::string who = api + ": parameter '" + owned.name + "' ";
   TORCH_CHECK_NOT_IMPLEMENTED(

@@ -17,13 +17,8 @@
 namespace composable {
 
 struct ManagedParams {
-  struct Owned {
-    at::Tensor parameter;
-    std::string name;  // relative to the module, for messages
-    std::vector<ParameterSlot> slots;
-  };
   // Parameters to shard, each once, in the order of registration.
-  std::vector<Owned> owned;
+  std::vector<OwnedParam> owned;
   // Entries of these modules that name a parameter which an earlier group owns:
   // they get that group's shard, so that tied parameters stay tied.
   std::vector<std::pair<ParameterSlot, at::Tensor>> tied;

@@ -1,0 +1,22 @@
+#include "hooks/reduce.h"
+
+#include <utility>
+
+namespace composable {
+
+void FinishReduction(FSDPStateContext& context) {
+  FSDPState* state = std::exchange(context.reducing, nullptr);
+  if (state == nullptr) return;
+  state->reduction()->Finish(context.pool);
+  context.Trace(TraceEvent::kReduceWait, *state);
+}
+
+void IssueReduction(FSDPStateContext& context, FSDPState& state) {
+  context.reducing = &state;
+  const size_t bytes = state.reduction()->Issue();
+  ++context.stats.num_reductions;
+  context.stats.reduced_bytes += static_cast<int64_t>(bytes);
+  context.Trace(TraceEvent::kReduce, state);
+}
+
+}  // namespace composable

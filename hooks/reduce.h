@@ -1,0 +1,20 @@
+// Issues and finishes the reductions of groups, for the hooks that know when.
+//
+// One reduction of a tree is in flight at a time: there is one payload buffer.
+// It is waited for when the next one needs the buffer, or at the end of the
+// backward.
+//
+// The mutex of the context must be held.
+#pragma once
+
+#include "state/fsdp_state.h"
+
+namespace composable {
+
+// Waits for the reduction in flight, if there is one, and sets its gradients.
+void FinishReduction(FSDPStateContext& context);
+
+// Issues the reduction of what `state` has packed.
+void IssueReduction(FSDPStateContext& context, FSDPState& state);
+
+}  // namespace composable
