@@ -9,7 +9,10 @@
 // tensors where the build has CUDA. Every collective of ours fails after
 // `timeout` instead of waiting for ever for a rank that is gone.
 //
-// Thread rules: thread-safe. Source of the store's rules: torch.distributed's
+// Thread rules: thread-safe. A program that uses several groups from several
+// threads must set TORCH_FR_BUFFER_SIZE=0 before it makes the first one:
+// LibTorch's flight recorder is one object of the process, and races when two
+// groups issue their first collectives at once. Source of the store's rules: torch.distributed's
 // env:// rendezvous, which decides in the same way who hosts the store.
 #pragma once
 

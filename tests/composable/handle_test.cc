@@ -29,24 +29,30 @@ bool IsSharded(const ModuleRef& module) {
 TEST(UnshardTest, GivesWholeValuesUntilReshard) {
   RunRanks(2, [](RankContext& rank) {
     auto [plain, sharded] = MakePair([] { return Mlp(); });
-    auto handles = ShardEverySubmodule(sharded, rank.options());
-    for (auto& handle : handles) {
-      handle.unshard();
-      handle.unshard();  // again: nothing
-    }
+    // One slot, for which the other groups compete.
+    const auto options = rank.options().limit_all_gathers(1);
+    FSDPModule handle = fully_shard(sharded->first, options);
+    fully_shard(sharded->second, options);
+    fully_shard(sharded->third, options);
+    fully_shard(sharded, options);
+    handle.unshard();
+    handle.unshard();  // again: nothing
     const auto expect_readable = [&, &plain = plain, &sharded = sharded] {
       const auto* data = sharded->first->weight.data_ptr<float>();
       const auto* expected = plain->first->weight.data_ptr<float>();
       for (int i = 0; i < 7 * 5; ++i) EXPECT_EQ(data[i], expected[i]);
     };
     expect_readable();
-    // Kept through a forward that would leave it.
+    // Kept through forwards that leave it.
     const torch::NoGradGuard no_grad;
-    EXPECT_TRUE(torch::equal(MlpLoss(sharded, 1), MlpLoss(plain, 1)));
-    expect_readable();
-    for (auto& handle : handles) handle.reshard();
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_TRUE(torch::equal(MlpLoss(sharded, 1), MlpLoss(plain, 1)));
+      EXPECT_TRUE(IsSharded(sharded->second));
+      expect_readable();
+    }
+    handle.reshard();
     EXPECT_TRUE(IsSharded(sharded->first));
-    for (auto& handle : handles) handle.reshard();
+    handle.reshard();
     EXPECT_TRUE(torch::equal(MlpLoss(sharded, 1), MlpLoss(plain, 1)));
   });
 }
