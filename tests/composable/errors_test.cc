@@ -51,6 +51,35 @@ TEST(AppliedTwiceTest, NamesApiAndModule) {
   });
 }
 
+// A tensor on a GPU in all but its memory, so that it can be made without one.
+Tensor TensorOnCuda(at::IntArrayRef sizes) {
+  Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+          c10::StorageImpl::use_byte_size_t(), 0,
+          c10::DataPtr(nullptr, c10::Device(c10::kCUDA, 0)), nullptr, false)),
+      c10::DispatchKeySet(c10::DispatchKey::CUDA),
+      c10::scalarTypeToTypeMeta(torch::kFloat));
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return tensor;
+}
+
+struct OnCudaImpl : Module {
+  OnCudaImpl() : weight(register_parameter("weight", TensorOnCuda({4, 3}))) {}
+  Tensor weight;
+};
+TORCH_MODULE(OnCuda);
+
+TEST(DeviceTest, RefusesACudaParameterAndNamesIt) {
+  OneRank([](RankContext& rank) {
+    OnCuda model;
+    ExpectThrows<c10::NotImplementedError>(
+        [&] { fully_shard(model, rank.options()); },
+        {"fully_shard", "'weight'", "cuda:0", "only CPU parameters",
+         "module->to(torch::kCPU)"});
+    EXPECT_TRUE(model->parameters()[0].is_same(model->weight));
+  });
+}
+
 TEST(WhatIsAModuleTest, RefusesAModuleThatNothingOwns) {
   OneRank([](RankContext& rank) {
     LinearImpl on_stack(3, 5);

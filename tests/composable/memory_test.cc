@@ -244,6 +244,24 @@ TEST(Memory, AfterAStepOnlyShardsAndOptimizerStateRemain) {
       kInProcess);
 }
 
+TEST(Memory, FullStateDictNeedsOneGroupMoreThanItsResult) {
+  RunRanks(
+      3,
+      [](RankContext& rank) {
+        MemoryCounter memory;
+        Model model = RankContext::Seeded(1, [] { return Model(6); });
+        const int64_t whole = Bytes(model->parameters());
+        const ShardBytes bytes = Measure(ShardModel(model, rank.options()));
+        memory.ResetPeak();
+        const int64_t before = memory.live();
+        const auto weights = full_state_dict(model);
+        EXPECT_EQ(memory.live() - before, whole);
+        EXPECT_LE(memory.peak() - before, whole + bytes.largest_group);
+        EXPECT_EQ(memory.pool(), 0);
+      },
+      kInProcess);
+}
+
 TEST(SteadyState, NothingGrowsAndGathersAllocateNothing) {
   RunRanks(
       2,
