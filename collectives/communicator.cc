@@ -1,6 +1,7 @@
 #include "collectives/communicator.h"
 
 #include <algorithm>
+#include <exception>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -31,9 +32,15 @@ class PendingWork final : public PendingCollective {
     }
   }
   void Wait() override {
+    if (error_ != nullptr) std::rethrow_exception(error_);
     if (work_ == nullptr) return;
     const auto work = std::exchange(work_, nullptr);
-    work->wait();
+    try {
+      work->wait();
+    } catch (...) {
+      error_ = std::current_exception();
+      throw;
+    }
     output_.reset();
     input_.reset();
   }
@@ -42,6 +49,7 @@ class PendingWork final : public PendingCollective {
   c10::intrusive_ptr<c10d::Work> work_;
   at::Tensor output_;  // kept alive for the backend's threads
   at::Tensor input_;
+  std::exception_ptr error_;
 };
 
 class Done final : public PendingCollective {

@@ -33,7 +33,7 @@ class PendingCollective {
  public:
   virtual ~PendingCollective() = default;
   // Blocks until the outputs may be read. Throws what the collective failed
-  // with. Later calls do nothing.
+  // with, each time. Later calls do nothing else.
   virtual void Wait() = 0;
 };
 

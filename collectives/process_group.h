@@ -12,8 +12,9 @@
 // Thread rules: thread-safe. A program that uses several groups from several
 // threads must set TORCH_FR_BUFFER_SIZE=0 before it makes the first one:
 // LibTorch's flight recorder is one object of the process, and races when two
-// groups issue their first collectives at once. Source of the store's rules: torch.distributed's
-// env:// rendezvous, which decides in the same way who hosts the store.
+// groups issue their first collectives at once. Source of the store's rules:
+// torch.distributed's env:// rendezvous, which decides in the same way who
+// hosts the store.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>

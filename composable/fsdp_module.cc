@@ -80,7 +80,7 @@ void FSDPModule::clear_pending_gradients(bool recurse) {
 
 void FSDPModule::mark_dirty() {
   const auto state = Require("mark_dirty");
-  if (state->group() != nullptr) state->group()->MarkDirty();
+  if (state->group() != nullptr) state->group()->MarkAllDirty();
 }
 
 }  // namespace composable

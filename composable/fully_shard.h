@@ -20,8 +20,18 @@
 //    initial values, and runs the same operators on them.
 //  * A loss that is a mean over this rank's part of the batch gives gradients
 //    of the mean over all ranks, if the parts are of equal size.
+//  * Parameters that no call takes, such as those of the root where only blocks
+//    are sharded, stay plain: their gradients are those of this rank alone.
+//
+// Not noticed, and wrong:
 //  * torch::nn::utils::clip_grad_norm_ sees shards only: use
-//    composable::clip_grad_norm_.
+//    composable::clip_grad_norm_. An optimizer that looks across elements, such
+//    as LBFGS, sees this rank's rows only.
+//  * An optimizer built before fully_shard trains nothing.
+//  * Hooks registered on module->parameters() are not run.
+//  * module->clone() copies shards. Clone first, shard the clone, and use
+//    full_state_dict and load_full_state_dict.
+//  * Ranks that read groups in different orders get each other's bytes.
 #pragma once
 
 #include <initializer_list>

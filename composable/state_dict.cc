@@ -145,7 +145,7 @@ void load_full_state_dict(const ModuleRef& module, const StateDict& state_dict,
       continue;
     }
     FSDPParamGroup& group = *item.state->group();
-    group.MarkDirty();
+    group.MarkAllDirty();
     item.param->CopyRowsFrom(
         *value, group.segments()[item.param->segment()].flat_shard);
   }

@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -32,9 +33,12 @@ class Touches {
     GuardedStorage found;
     if (!FindGuardedStorage(tensor, &found)) return;
     auto state = found.state.lock();
-    if (state == nullptr) return;
+    if (state == nullptr || (written && IsMetadataOnly())) return;
     if (found.is_shard) {
-      if (written) WriteShard(*state);
+      if (written) {
+        WriteShard(*state, state->group()->FindShard(found.segment,
+                                                     tensor.storage_offset()));
+      }
       return;
     }
     const int param =
@@ -65,14 +69,19 @@ class Touches {
     absl::InlinedVector<int, 4> params;
   };
 
-  static void WriteShard(FSDPState& state) {
-    if (state.context == nullptr) {
-      state.group()->MarkDirty();
-      return;
-    }
+  // Said to write, but not to values.
+  bool IsMetadataOnly() const {
+    const std::string& name = op_.schema().name();
+    return name == "aten::requires_grad_" || name == "aten::retain_grad";
+  }
+
+  static void WriteShard(FSDPState& state, int param) {
     const auto context = state.context;
-    const std::lock_guard<std::recursive_mutex> lock(context->mutex);
-    state.group()->MarkDirty();
+    std::unique_lock<std::recursive_mutex> lock;
+    if (context != nullptr) {
+      lock = std::unique_lock<std::recursive_mutex>(context->mutex);
+    }
+    state.group()->MarkDirty(param);
   }
 
   // Takes the reads of one tree out of reads_ and serves them.

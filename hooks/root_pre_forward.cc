@@ -28,7 +28,13 @@ class TreeBuilder {
       : context_(std::move(context)) {}
 
   void Visit(const torch::nn::Module& module, const std::string& prefix) {
-    const auto state = FindFSDPState(module);
+    auto state = FindFSDPState(module);
+    // A module that two roots share belongs to the tree that came first. Its
+    // operators use that tree, whichever root calls them.
+    if (state != nullptr && state->context != nullptr &&
+        state->context != context_) {
+      state = nullptr;
+    }
     if (state != nullptr) Enter(*state, prefix);
     for (const auto& [param, key] : ShardedParams(module)) {
       if (named_.insert(param).second) param->fqn = Join(prefix, key);
@@ -153,6 +159,7 @@ void RootPreForward(FSDPStateContext& context) {
   std::vector<int> all;
   for (FSDPState* state : context.states) {
     if (state == nullptr || state->group() == nullptr) continue;
+    state->group()->CheckShards();
     all.resize(state->group()->params().size());
     std::iota(all.begin(), all.end(), 0);
     SyncGradientEdges(context, *state, all);

@@ -36,31 +36,10 @@ bool EvictOne(FSDPStateContext& context, FSDPStates needed,
 }
 
 void Issue(FSDPStateContext& context, FSDPState& state) {
-  FSDPParamGroup& group = *state.group();
-  group.IssueUnshard(context.pool);
-  FSDPStats& stats = context.stats;
-  const auto bytes = static_cast<int64_t>(group.unsharded_bytes());
-  ++stats.num_gathers;
-  stats.gathered_bytes += bytes;
-  stats.unsharded_param_bytes += bytes;
-  stats.peak_unsharded_bytes =
-      std::max(stats.peak_unsharded_bytes, stats.unsharded_param_bytes);
-  ++stats.gathers_in_flight;
-  stats.peak_gathers_in_flight =
-      std::max(stats.peak_gathers_in_flight, stats.gathers_in_flight);
+  state.group()->IssueUnshard(context.pool);
+  context.AccountIssued(state);
   state.left = false;
-  context.resident.push_back(&state);
   context.Trace(TraceEvent::kUnshard, state);
-}
-
-// The group of `state` has gone from `before` to kSharded.
-void AccountFreed(FSDPStateContext& context, FSDPState& state,
-                  ShardedState before) {
-  if (before == ShardedState::kUnsharding) --context.stats.gathers_in_flight;
-  context.stats.unsharded_param_bytes -=
-      static_cast<int64_t>(state.group()->unsharded_bytes());
-  auto& resident = context.resident;
-  resident.erase(std::find(resident.begin(), resident.end(), &state));
 }
 
 // An operator over many groups must not put them all on the wire at once.
@@ -98,10 +77,10 @@ void WaitUnshard(FSDPStateContext& context, FSDPStates needed) {
     try {
       group.WaitUnshard(context.pool);
     } catch (...) {
-      AccountFreed(context, *state, ShardedState::kUnsharding);
+      context.AccountFreed(*state, ShardedState::kUnsharding);
       throw;
     }
-    --context.stats.gathers_in_flight;
+    context.AccountWaited();
     context.Trace(TraceEvent::kUnshardWait, *state);
   }
 }
@@ -113,7 +92,7 @@ void Reshard(FSDPStateContext& context, FSDPState& state) {
   if (group.is_sharded()) return;
   const ShardedState before = group.sharded_state();
   group.Reshard(context.pool);
-  AccountFreed(context, state, before);
+  context.AccountFreed(state, before);
   context.Trace(TraceEvent::kReshard, state);
 }
 

@@ -48,8 +48,21 @@ void FSDPParam::Place(int segment, size_t index, const ShardLayout& layout,
   local_ = layout.range(index, rank);
   local_offset_ =
       local_.begin == local_.end
-          ? 0
+          ? layout.shard_numel() + static_cast<int64_t>(index)
           : placement_.offset + local_.begin - rank * layout.shard_numel();
+  const int64_t elements = local_.end - local_.begin;
+  const int64_t row = numel_ / rows_;
+  local_sizes_ = sizes_;
+  local_strides_ = strides_;
+  if (placement_.granularity == row) {
+    local_sizes_[memory_order_[0]] = elements / row;
+  } else {
+    // Cut between elements: one column of them, with the number of dimensions
+    // that rules such as "no weight decay for vectors" look at.
+    std::fill(local_sizes_.begin(), local_sizes_.end(), 1);
+    std::fill(local_strides_.begin(), local_strides_.end(), 1);
+    local_sizes_[0] = elements;
+  }
 }
 
 at::Tensor FSDPParam::InMemoryOrder(const at::Tensor& whole) const {
@@ -71,26 +84,14 @@ void FSDPParam::CopyElements(const at::Tensor& whole, int64_t begin,
 
 void FSDPParam::CopyRowsFrom(const at::Tensor& whole,
                              const at::Tensor& flat_shard) const {
+  if (local_.begin == local_.end) return;
   CopyElements(whole, local_.begin, local_.end,
                flat_shard.narrow(0, local_offset_, local_.end - local_.begin));
 }
 
 at::Tensor FSDPParam::RowsIn(const at::Tensor& flat) const {
-  const int64_t elements = local_.end - local_.begin;
-  const int64_t row = numel_ / rows_;
-  Dims sizes = sizes_;
-  Dims strides = strides_;
-  if (placement_.granularity == row) {
-    sizes[memory_order_[0]] = elements / row;
-  } else {
-    // Cut between elements: one column of them, with the number of dimensions
-    // that rules such as "no weight decay for vectors" look at.
-    std::fill(sizes.begin(), sizes.end(), 1);
-    std::fill(strides.begin(), strides.end(), 1);
-    sizes[0] = elements;
-  }
   return internal::MakeTensor(internal::StorageOf(flat), flat.scalar_type(),
-                              sizes, strides,
+                              local_sizes_, local_strides_,
                               flat.storage_offset() + local_offset_);
 }
 

@@ -89,6 +89,11 @@ class FSDPParam {
   int64_t numel() const { return numel_; }
   int64_t offset() const { return placement_.offset; }
   ShardRange local_range() const { return local_; }
+  // Where RowsIn begins in a flat shard. One without rows here lies behind the
+  // flat shard's end, at a place of its own, so that its views tell which
+  // parameter they are of.
+  int64_t local_offset() const { return local_offset_; }
+  at::IntArrayRef local_sizes() const { return local_sizes_; }
   c10::ScalarType dtype() const { return dtype_; }
   at::IntArrayRef sizes() const { return sizes_; }
 
@@ -105,7 +110,9 @@ class FSDPParam {
   int segment_ = 0;
   ParamPlacement placement_{};
   ShardRange local_{};
-  int64_t local_offset_ = 0;  // of local_.begin in the flat shard
+  int64_t local_offset_ = 0;
+  Dims local_sizes_;  // of the shard
+  Dims local_strides_;
 };
 
 }  // namespace composable

@@ -153,10 +153,6 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
   dirty_ = false;
   try {
     for (const auto& segment : segments_) {
-      const auto storage = segment.storage.lock();
-      if (!storage) continue;  // nothing holds these parameters any more
-      internal::SetData(
-          *storage, static_cast<char*>(buffer_->data) + segment.buffer_offset);
       gathers_.push_back(
           communicator_.AllGather(WholeBytes(segment), ShardBytes(segment)));
     }
@@ -190,6 +186,12 @@ void FSDPParamGroup::WaitUnshard(BufferPool& pool) {
     throw;
   }
   gathers_.clear();
+  for (const auto& segment : segments_) {
+    if (const auto storage = segment.storage.lock()) {
+      internal::SetData(
+          *storage, static_cast<char*>(buffer_->data) + segment.buffer_offset);
+    }
+  }
   sharded_state_ = ShardedState::kUnsharded;
 }
 
@@ -205,14 +207,37 @@ void FSDPParamGroup::Reshard(BufferPool& pool) {
   sharded_state_ = ShardedState::kSharded;
 }
 
-void FSDPParamGroup::MarkDirty() {
-  if (dirty_) return;
-  for (const auto& gather : gathers_) gather->Wait();  // it reads the shard
+void FSDPParamGroup::MarkDirty(int param) {
   dirty_ = true;
+  const at::Tensor whole = params_[param].unsharded();
+  if (whole.defined()) internal::BumpVersion(whole);
+  for (const auto& gather : gathers_) gather->Wait();  // it reads the shard
+}
+
+void FSDPParamGroup::MarkAllDirty() {
+  for (size_t i = 0; i < params_.size(); ++i) MarkDirty(static_cast<int>(i));
+}
+
+void FSDPParamGroup::CheckShards() const {
   for (const auto& param : params_) {
-    if (const at::Tensor whole = param.unsharded(); whole.defined()) {
-      internal::BumpVersion(whole);
+    const Segment& segment = segments_[param.segment()];
+    const at::Tensor& shard = param.sharded;
+    if (shard.storage().is_alias_of(segment.flat_shard.storage()) &&
+        shard.scalar_type() == segment.dtype &&
+        shard.storage_offset() == param.local_offset() &&
+        shard.sizes() == param.local_sizes()) {
+      continue;
     }
+    TORCH_CHECK_VALUE(
+        false, "The shard of parameter '", param.fqn,
+        "' was given other memory: expected ", segment.dtype, " of sizes ",
+        param.local_sizes(), " in its group's flat shard, got ",
+        shard.scalar_type(), " of sizes ", shard.sizes(),
+        ". set_data does that, and so do torch::load into a sharded module, "
+        "Module::to(dtype) and vector_to_parameters; the values would never "
+        "reach the module. Write into the shard with copy_, load whole values "
+        "with composable::load_full_state_dict, and convert a module before "
+        "fully_shard.");
   }
 }
 
@@ -251,6 +276,18 @@ void FSDPParamGroup::SetNames(const std::string& group_fqn) {
             "unshard() on the handle that fully_shard returned, and reshard() "
             "afterwards.");
   }
+}
+
+int FSDPParamGroup::FindShard(int segment, int64_t storage_offset) const {
+  const auto& indices = segments_[segment].params;
+  const auto it =
+      std::find_if(indices.begin(), indices.end(), [&](const int i) {
+        const auto range = params_[i].local_range();
+        const int64_t begin = params_[i].local_offset();
+        const int64_t size = std::max<int64_t>(range.end - range.begin, 1);
+        return begin <= storage_offset && storage_offset < begin + size;
+      });
+  return it == indices.end() ? indices.front() : *it;
 }
 
 int FSDPParamGroup::FindParam(int segment, int64_t storage_offset) const {

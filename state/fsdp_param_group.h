@@ -83,9 +83,11 @@ class FSDPParamGroup {
   ShardedState sharded_state() const { return sharded_state_; }
   bool is_sharded() const { return sharded_state_ == ShardedState::kSharded; }
 
-  // A shard was, or is about to be, written: what is gathered is stale, and
-  // autograd must refuse a backward through it.
-  void MarkDirty();
+  // The shard of a parameter was, or is about to be, written: what is gathered
+  // is stale, and autograd must refuse a backward through an earlier use of
+  // that parameter.
+  void MarkDirty(int param);
+  void MarkAllDirty();
   bool dirty() const { return dirty_; }
 
   // Follows what the user last asked of parameter `index` with
@@ -98,7 +100,14 @@ class FSDPParamGroup {
   // known.
   void SetNames(const std::string& group_fqn);
 
+  // Throws c10::ValueError, naming the parameter, if a shard no longer points
+  // into its flat shard.
+  void CheckShards() const;
+
+  // The parameter that a view of the unsharded storage, or of the flat shard,
+  // belongs to.
   int FindParam(int segment, int64_t storage_offset) const;
+  int FindShard(int segment, int64_t storage_offset) const;
 
   const std::vector<FSDPParam>& params() const { return params_; }
   std::vector<FSDPParam>& params() { return params_; }

@@ -10,21 +10,44 @@ void FSDPStateContext::Trace(TraceEvent event, const FSDPState& state) const {
   if (observer) observer(event, state.fqn);
 }
 
+void FSDPStateContext::AccountIssued(FSDPState& state) {
+  const auto bytes = static_cast<int64_t>(state.group()->unsharded_bytes());
+  ++stats.num_gathers;
+  stats.gathered_bytes += bytes;
+  stats.unsharded_param_bytes += bytes;
+  stats.peak_unsharded_bytes =
+      std::max(stats.peak_unsharded_bytes, stats.unsharded_param_bytes);
+  ++stats.gathers_in_flight;
+  stats.peak_gathers_in_flight =
+      std::max(stats.peak_gathers_in_flight, stats.gathers_in_flight);
+  resident.push_back(&state);
+}
+
+void FSDPStateContext::AccountWaited() { --stats.gathers_in_flight; }
+
+void FSDPStateContext::AccountFreed(FSDPState& state, ShardedState before) {
+  if (before == ShardedState::kUnsharding) --stats.gathers_in_flight;
+  stats.unsharded_param_bytes -=
+      static_cast<int64_t>(state.group()->unsharded_bytes());
+  resident.erase(std::remove(resident.begin(), resident.end(), &state),
+                 resident.end());
+}
+
 void FSDPStateContext::Forget(FSDPState* state) {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   if (state->id >= 0) states[state->id] = nullptr;
-  for (auto* list : {&current, &resident}) {
-    list->erase(std::remove(list->begin(), list->end(), state), list->end());
+  current.erase(std::remove(current.begin(), current.end(), state),
+                current.end());
+  FSDPParamGroup* group = state->group();
+  if (group == nullptr) return;
+  if (reducing == state) reducing = nullptr;
+  state->reduction()->Abandon(pool);
+  const ShardedState before = group->sharded_state();
+  if (before != ShardedState::kSharded) {
+    group->Reshard(pool);
+    AccountFreed(*state, before);
   }
-  if (reducing == state) {
-    state->reduction()->Abandon(pool);
-    reducing = nullptr;
-  }
-  if (!state->group()->is_sharded()) {
-    stats.unsharded_param_bytes -=
-        static_cast<int64_t>(state->group()->unsharded_bytes());
-    state->group()->Reshard(pool);
-  }
+  stats.sharded_param_bytes -= static_cast<int64_t>(group->sharded_bytes());
 }
 
 FSDPState::FSDPState(std::vector<std::shared_ptr<torch::nn::Module>> modules,
@@ -39,7 +62,7 @@ FSDPState::FSDPState(std::vector<std::shared_ptr<torch::nn::Module>> modules,
 }
 
 FSDPState::~FSDPState() {
-  if (context != nullptr && group_ != nullptr) context->Forget(this);
+  if (context != nullptr) context->Forget(this);
 }
 
 std::vector<std::shared_ptr<torch::nn::Module>> FSDPState::modules() const {

@@ -70,6 +70,14 @@ class FSDPStateContext {
   TraceObserver observer;
 
   void Trace(TraceEvent event, const FSDPState& state) const;
+
+  // Keep `stats` and `resident` right when the group of `state` has left
+  // kSharded, has been waited for, or has come back to kSharded from `before`.
+  void AccountIssued(FSDPState& state);
+  void AccountWaited();
+  void AccountFreed(FSDPState& state, ShardedState before);
+
+  // A state of the tree is being destroyed.
   void Forget(FSDPState* state);
 };
 

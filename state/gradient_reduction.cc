@@ -29,6 +29,23 @@ at::Tensor Slice(const at::Tensor& flat, int64_t begin, int64_t numel) {
 
 }  // namespace
 
+// Drops the payload when a scope is left, by an exception or otherwise.
+class GradientReduction::AbandonAtExit {
+ public:
+  AbandonAtExit(GradientReduction& reduction, BufferPool& pool)
+      : reduction_(&reduction), pool_(pool) {}
+  ~AbandonAtExit() {
+    if (reduction_ != nullptr) reduction_->Abandon(pool_);
+  }
+  AbandonAtExit(const AbandonAtExit&) = delete;
+  AbandonAtExit& operator=(const AbandonAtExit&) = delete;
+  void Cancel() { reduction_ = nullptr; }
+
+ private:
+  GradientReduction* reduction_;
+  BufferPool& pool_;
+};
+
 GradientReduction::GradientReduction(FSDPParamGroup& group) : group_(group) {
   const auto& segments = group.segments();
   for (size_t s = 0; s < segments.size(); ++s) {
@@ -57,6 +74,7 @@ void GradientReduction::Pack(std::vector<at::Tensor> gradients,
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(buffer_ == nullptr);
+  AbandonAtExit on_error(*this, pool);
   const int64_t world_size = group_.communicator().size();
   const auto bytes_of = [&](const Part& part) {
     const auto dtype = group_.segments()[part.segment].dtype;
@@ -77,6 +95,7 @@ void GradientReduction::Pack(std::vector<at::Tensor> gradients,
     data += bytes_of(part);
     PackPart(part, gradients);
   }
+  on_error.Cancel();
 }
 
 void GradientReduction::PackPart(Part& part,
@@ -143,6 +162,7 @@ void GradientReduction::WriteFlags(const Part& part) {
 void GradientReduction::Keep(BufferPool& pool) {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
+  const AbandonAtExit always(*this, pool);
   if (pending_.empty()) {
     pending_.resize(parts_.size());
     pending_has_gradient_.assign(has_gradient_.size(), false);
@@ -158,7 +178,6 @@ void GradientReduction::Keep(BufferPool& pool) {
   for (size_t i = 0; i < has_gradient_.size(); ++i) {
     if (has_gradient_[i]) pending_has_gradient_[i] = true;
   }
-  Abandon(pool);
 }
 
 size_t GradientReduction::pending_bytes() const {
@@ -201,17 +220,12 @@ size_t GradientReduction::Issue() {
 void GradientReduction::Finish(BufferPool& pool) {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
-  try {
-    for (const auto& collective : in_flight_) collective->Wait();
-  } catch (...) {
-    Abandon(pool);
-    throw;
-  }
+  const AbandonAtExit always(*this, pool);
+  for (const auto& collective : in_flight_) collective->Wait();
   const int world_size = group_.communicator().size();
   for (auto& part : parts_) {
     if (part.reduced.defined()) FinishPart(part, world_size);
   }
-  Abandon(pool);
 }
 
 void GradientReduction::FinishPart(Part& part, int world_size) {

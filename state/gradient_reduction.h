@@ -54,6 +54,7 @@ class GradientReduction {
   void Abandon(BufferPool& pool);
 
  private:
+  class AbandonAtExit;
   struct Part {  // of one segment
     int segment = 0;
     int64_t shard_numel = 0;

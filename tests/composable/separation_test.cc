@@ -1,0 +1,217 @@
+// What belongs to one parameter, group or tree does not reach into another, and
+// a shard that is cut off its group is noticed.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "tests/composable/semantics.h"
+
+namespace composable {
+namespace {
+
+using torch::Tensor;
+using namespace torch::nn;  // NOLINT: a zoo of its names
+
+// --- Shards whose memory is replaced -----------------------------------------
+
+struct Replacement {
+  const char* name;
+  std::function<void(Linear&)> replace;
+};
+
+class CutOffShardTest : public testing::TestWithParam<Replacement> {};
+
+INSTANTIATE_TEST_SUITE_P(
+    Ways, CutOffShardTest,
+    testing::Values(Replacement{"SetData",
+                                [](Linear& m) {
+                                  for (auto p : m->parameters())
+                                    p.set_data(p.detach() * 2);
+                                }},
+                    Replacement{"LoadOfAShardArchive",
+                                [](Linear& m) {
+                                  std::stringstream archive;
+                                  torch::save(m, archive);
+                                  torch::load(m, archive);
+                                }},
+                    Replacement{"LoadOfAFullArchive",
+                                [](Linear& m) {
+                                  std::stringstream archive;
+                                  torch::save(Linear(3, 6), archive);
+                                  torch::load(m, archive);
+                                }},
+                    Replacement{"ToDouble",
+                                [](Linear& m) { m->to(torch::kDouble); }},
+                    Replacement{"VectorToParameters",
+                                [](Linear& m) {
+                                  const auto flat = utils::parameters_to_vector(
+                                      m->parameters());
+                                  utils::vector_to_parameters(flat.detach() * 2,
+                                                              m->parameters());
+                                }}),
+    [](const auto& param_info) { return param_info.param.name; });
+
+TEST_P(CutOffShardTest, TheNextForwardNamesTheParameter) {
+  RunRanks(2, [](RankContext& rank) {
+    auto [plain, model] = MakePair([] { return Linear(3, 6); });
+    fully_shard(model, rank.options());
+    model(torch::ones({2, 3})).sum().backward();
+    GetParam().replace(model);
+    ExpectThrows<c10::ValueError>(
+        [&] {
+          model(torch::ones({2, 3}));
+        },
+        {"The shard of parameter 'weight'", "other memory", "set_data",
+         "load_full_state_dict"});
+  });
+}
+
+// --- Versions are per parameter ----------------------------------------------
+
+struct TwoPartsImpl : Module {
+  TwoPartsImpl()
+      : generator(register_module("generator", Linear(3, 4))),
+        critic(register_module("critic", Linear(4, 5))) {}
+  Linear generator, critic;
+};
+TORCH_MODULE(TwoParts);
+
+class RankCount : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, RankCount, testing::Values(1, 2, 4));
+
+// As a GAN does: the critic is stepped between the generator's forward and its
+// backward. All parameters are of one group; with four ranks some ranks hold no
+// row of some parameters.
+TEST_P(RankCount, WritingOneParameterLeavesGraphsOfOthersAlone) {
+  ExactRanks(GetParam(), [](RankContext& rank) {
+    auto [plain, sharded] = MakePair([] { return TwoParts(); });
+    fully_shard(sharded, rank.options());
+    const auto step = [&](TwoParts& model) {
+      const Tensor fake = model->generator(Input(rank.rank, {2, 3}));
+      {
+        const torch::NoGradGuard no_grad;
+        for (auto& p : model->critic->parameters()) p.mul_(0.5);
+      }
+      model->critic(fake).pow(2).sum().backward();
+    };
+    step(sharded);
+    // The reverse is an error, on every rank.
+    sharded->zero_grad();
+    const Tensor score =
+        sharded->critic(sharded->generator(Input(rank.rank, {2, 3})));
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& p : sharded->critic->parameters()) p.mul_(0.5);
+    }
+    ExpectThrows<c10::Error>([&] { score.pow(2).sum().backward(); },
+                             {"modified by an inplace operation"});
+    // And the tree works on.
+    step(sharded);
+  });
+}
+
+TEST_P(RankCount, GradientsPastAWrittenParameterAreRight) {
+  ExactRanks(GetParam(), [](RankContext& rank) {
+    auto [plain, sharded] = MakePair([] { return TwoParts(); });
+    fully_shard(sharded, rank.options());
+    ExpectSameBackward(rank, plain, sharded, [](auto& model, int r) {
+      const Tensor fake = model->generator(Input(r, {2, 3}));
+      return model->critic(fake).pow(2).sum();
+    });
+    for (auto* model : {&plain, &sharded}) (*model)->zero_grad();
+    for (auto& p : sharded->critic->parameters()) {
+      const torch::NoGradGuard no_grad;
+      p.add_(1);
+    }
+    for (auto& p : plain->critic->parameters()) {
+      const torch::NoGradGuard no_grad;
+      p.add_(1);
+    }
+    ExpectSameBackward(rank, plain, sharded, [](auto& model, int r) {
+      const Tensor fake = model->generator(Input(r, {2, 3}));
+      return model->critic(fake).pow(2).sum();
+    });
+  });
+}
+
+// --- Trees -------------------------------------------------------------------
+
+struct HeadImpl : Module {
+  explicit HeadImpl(Linear trunk)
+      : trunk(register_module("trunk", std::move(trunk))),
+        out(register_module("out", Linear(4, 2))) {}
+  Tensor forward(const Tensor& x) { return out(torch::tanh(trunk(x))); }
+  Linear trunk, out;
+};
+TORCH_MODULE(Head);
+
+struct ActorCriticImpl : Module {
+  ActorCriticImpl() : trunk(3, 4), actor(trunk), critic(trunk) {
+    register_module("actor", actor);
+    register_module("critic", critic);
+  }
+  Linear trunk;
+  Head actor, critic;
+};
+TORCH_MODULE(ActorCritic);
+
+TEST_P(RankCount, TwoRootsMayShareAShardedModule) {
+  ExactRanks(GetParam(), [](RankContext& rank) {
+    auto [plain, sharded] = MakePair([] { return ActorCritic(); });
+    fully_shard(sharded->trunk, rank.options());
+    fully_shard(sharded->actor, rank.options());
+    fully_shard(sharded->critic, rank.options());
+    const auto loss = [](auto& model, int r) {
+      return model->critic(Input(r, {2, 3})).pow(2).sum() +
+             model->actor(Input(r + 10, {2, 3})).pow(2).sum();
+    };
+    for (int i = 0; i < 3; ++i) {
+      plain->zero_grad();
+      sharded->zero_grad();
+      ExpectSameBackward(rank, plain, sharded, loss);
+    }
+    EXPECT_EQ(fsdp_stats(sharded).gathers_in_flight, 0);
+    EXPECT_EQ(fsdp_stats(sharded).unsharded_param_bytes, 0);
+  });
+}
+
+TEST(TreeTest, ARootWithoutParametersMayDieBeforeItsBlocks) {
+  RunRanks(2, [](RankContext& rank) {
+    auto block = RankContext::Seeded(1, [] { return Linear(3, 3); });
+    auto root = Sequential(block);
+    fully_shard(block, rank.options());
+    fully_shard(root, rank.options());
+    root->forward(torch::ones({2, 3})).sum().backward();
+    root = nullptr;
+    // Applying the API sweeps the registry, which frees the root's state.
+    auto other = RankContext::Seeded(2, [] { return Linear(3, 3); });
+    fully_shard(other, rank.options());
+    block->zero_grad();
+    block(torch::ones({2, 3})).sum().backward();
+    EXPECT_TRUE(block->parameters()[0].grad().defined());
+    EXPECT_EQ(fsdp_stats(block).unsharded_param_bytes, 0);
+  });
+}
+
+// --- Failures in a reduction -------------------------------------------------
+
+TEST(ReductionTest, AWrongGradientIsAnErrorAndTheTreeWorksOn) {
+  RunRanks(2, [](RankContext& rank) {
+    auto [plain, model] = MakePair([] { return Linear(3, 6); });
+    fully_shard(model, rank.options());
+    model->parameters()[0].mutable_grad() = torch::ones({1, 1, 7});
+    EXPECT_ANY_THROW(model(torch::ones({2, 3})).sum().backward());
+    model->zero_grad();
+    ExpectSameBackward(rank, plain, model, [](auto& m, int r) {
+      return m(Input(r, {2, 3})).pow(2).sum();
+    });
+  });
+}
+
+}  // namespace
+}  // namespace composable
