@@ -9,12 +9,13 @@
 // Note [Idle buffers cost nothing]
 // A buffer is address space that is reserved once; only the bytes that were
 // asked for since the last Purge are backed by memory. Purge tells the kernel
-// that it may take the memory of idle buffers (MADV_FREE): it counts as free at
-// once, and using the buffer again needs neither an allocation nor, while
-// memory is plenty, a page fault. So a training loop allocates no memory for
-// gathers after its first iteration, and between iterations holds only shards.
-// What is backed is reported to LibTorch's memory profiler, as its own
-// allocators do.
+// that it may take the memory of idle buffers (MADV_FREE): it does so as soon
+// as anyone needs memory, and until then using the buffer again costs neither
+// an allocation nor a page fault. (Until it is taken, the memory still shows in
+// the process's resident size; smaps has it as LazyFree.) So a training loop
+// allocates no memory for gathers after its first iteration, and between
+// iterations holds only shards. What is backed is reported to LibTorch's memory
+// profiler, as its own allocators do.
 //
 // Thread-compatible: the owner serialises calls. Buffers are 4096-byte aligned.
 #pragma once

@@ -72,6 +72,7 @@ size_t FSDPModule::pending_gradient_bytes() const {
 void FSDPModule::clear_pending_gradients(bool recurse) {
   ForEachState(Require("clear_pending_gradients"), recurse,
                [](FSDPState& state) {
+                 const auto lock = state.LockTree();
                  if (state.group() != nullptr) {
                    state.reduction()->ClearPending();
                  }
@@ -80,6 +81,7 @@ void FSDPModule::clear_pending_gradients(bool recurse) {
 
 void FSDPModule::mark_dirty() {
   const auto state = Require("mark_dirty");
+  const auto lock = state->LockTree();
   if (state->group() != nullptr) state->group()->MarkAllDirty();
 }
 

@@ -6,8 +6,8 @@
 //   handle.reshard();
 //
 // A handle does not keep its module alive; on a module that is gone its calls
-// throw c10::ValueError. Calls with collectives are marked (collective): every
-// rank must make them, in the same order.
+// throw c10::ValueError. Every rank must make the same calls in the same order:
+// unshard() is a collective, and the others decide which collectives follow.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ class FSDPModule {
   explicit FSDPModule(std::weak_ptr<FSDPState> state)
       : state_(std::move(state)) {}
 
-  // (collective) Gathers the whole parameters of this group, not of groups
+  // Gathers the whole parameters of this group, not of groups
   // below, and keeps them until reshard() or the end of the next backward.
   void unshard();
 

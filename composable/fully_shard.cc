@@ -20,6 +20,7 @@ namespace {
 Modules Roots(const Modules& modules) {
   Modules roots;
   for (const auto& module : modules) {
+    if (std::find(roots.begin(), roots.end(), module) != roots.end()) continue;
     const bool inside =
         std::any_of(modules.begin(), modules.end(), [&](const auto& other) {
           if (other == module) return false;

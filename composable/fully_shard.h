@@ -8,7 +8,9 @@
 //   torch::optim::AdamW optimizer(model->parameters(),
 //                                 torch::optim::AdamWOptions(3e-4));
 //
-// Between iterations each rank holds its rows of every parameter. Operators
+// After a backward each rank holds its rows of every parameter and no more. (A
+// forward without a backward leaves the root and up to limit_all_gathers groups
+// gathered, for the next one.) Operators
 // gather the group of parameters that they read, and backward leaves the mean
 // of the ranks' gradients, for this rank's rows, in parameter.grad().
 //
@@ -20,6 +22,9 @@
 //    initial values, and runs the same operators on them.
 //  * A loss that is a mean over this rank's part of the batch gives gradients
 //    of the mean over all ranks, if the parts are of equal size.
+//  * A tree of sharded modules is used by one thread at a time, and so are all
+//    trees over one process group, because ranks must issue its collectives in
+//    one order.
 //  * Parameters that no call takes, such as those of the root where only blocks
 //    are sharded, stay plain: their gradients are those of this rank alone.
 //
@@ -27,6 +32,7 @@
 //  * torch::nn::utils::clip_grad_norm_ sees shards only: use
 //    composable::clip_grad_norm_. An optimizer that looks across elements, such
 //    as LBFGS, sees this rank's rows only.
+//  * backward(..., inputs = module->parameters()) leaves no gradients.
 //  * An optimizer built before fully_shard trains nothing.
 //  * Hooks registered on module->parameters() are not run.
 //  * module->clone() copies shards. Clone first, shard the clone, and use

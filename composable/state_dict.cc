@@ -74,8 +74,7 @@ void GatherInto(FSDPState& state, const std::vector<Item>& items,
   for (size_t i = 0; i < items.size(); ++i) {
     if (items[i].state.get() != &state) continue;
     const FSDPParam& param = *items[i].param;
-    values[i] =
-        param.WholeIn(group.segments()[param.segment()].storage.lock()).clone();
+    values[i] = group.GatheredValue(param).clone();
   }
   if (was_sharded) {
     Reshard(*context, state);
@@ -145,6 +144,7 @@ void load_full_state_dict(const ModuleRef& module, const StateDict& state_dict,
       continue;
     }
     FSDPParamGroup& group = *item.state->group();
+    const auto lock = item.state->LockTree();
     group.MarkAllDirty();
     item.param->CopyRowsFrom(
         *value, group.segments()[item.param->segment()].flat_shard);

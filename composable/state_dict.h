@@ -20,7 +20,8 @@ using StateDict = torch::OrderedDict<std::string, at::Tensor>;
 
 // (collective) The parameters and buffers of `module` by FQN, in the order of
 // its modules, as new tensors on every rank. Gathers one group at a time: the
-// peak above the result is the largest group. Groups stay as they were.
+// peak above the result is the largest group. Not in the middle of a forward or
+// backward.
 StateDict full_state_dict(const ModuleRef& module);
 
 // Copies whole values into the module's parameters (each rank its own rows) and

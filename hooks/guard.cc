@@ -33,7 +33,7 @@ class Touches {
     GuardedStorage found;
     if (!FindGuardedStorage(tensor, &found)) return;
     auto state = found.state.lock();
-    if (state == nullptr || (written && IsMetadataOnly())) return;
+    if (state == nullptr) return;
     if (found.is_shard) {
       if (written) {
         WriteShard(*state, state->group()->FindShard(found.segment,
@@ -69,18 +69,9 @@ class Touches {
     absl::InlinedVector<int, 4> params;
   };
 
-  // Said to write, but not to values.
-  bool IsMetadataOnly() const {
-    const std::string& name = op_.schema().name();
-    return name == "aten::requires_grad_" || name == "aten::retain_grad";
-  }
-
   static void WriteShard(FSDPState& state, int param) {
-    const auto context = state.context;
-    std::unique_lock<std::recursive_mutex> lock;
-    if (context != nullptr) {
-      lock = std::unique_lock<std::recursive_mutex>(context->mutex);
-    }
+    const auto context = state.context;  // outlives the lock
+    const auto lock = state.LockTree();
     state.group()->MarkDirty(param);
   }
 

@@ -2,8 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
 
+#include <memory>
 #include <utility>
 
 #include "hooks/post_forward.h"
@@ -26,11 +26,11 @@ void EnterBackward(const std::shared_ptr<FSDPStateContext>& context) {
       if (std::exchange(state->prefetched, false)) state->left = true;
     }
   }
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (context->callback_graph_task == task) return;
-  context->callback_graph_task = task;
+  if (!context->running_backward.expired()) return;
+  const auto running = std::make_shared<char>();
+  context->running_backward = running;
   std::weak_ptr<FSDPStateContext> weak = context;
-  torch::autograd::Engine::get_default_engine().queue_callback([weak] {
+  torch::autograd::Engine::get_default_engine().queue_callback([weak, running] {
     if (const auto context = weak.lock()) RootPostBackward(*context);
   });
 }

@@ -24,7 +24,7 @@ void PreBackward(const std::shared_ptr<FSDPStateContext>& context,
                  FSDPStates needed);
 
 // Starts the backward of the tree if it has not started, and queues its end on
-// the running graph task once.
+// the running graph task; a task nested in that one queues nothing.
 void EnterBackward(const std::shared_ptr<FSDPStateContext>& context);
 
 }  // namespace composable

@@ -18,7 +18,7 @@ void ReshardAll(FSDPStateContext& context) {
   context.pool.Purge();
   context.current.clear();
   context.training_state = TrainingState::kIdle;
-  context.callback_graph_task = -1;
+  context.running_backward.reset();
 }
 
 }  // namespace

@@ -108,10 +108,10 @@ void Configure(FSDPStateContext& context, FSDPState& root) {
 
 std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state) {
   if (state.context != nullptr) return state.context;
+  std::shared_ptr<FSDPState> keep;  // released after the lock
   const std::lock_guard<std::mutex> lock(InitMutex());
   if (state.context != nullptr) return state.context;
   FSDPState* root = &state;
-  std::shared_ptr<FSDPState> keep;
   while (auto parent = root->parent.lock()) {
     keep = std::move(parent);
     root = keep.get();
@@ -148,6 +148,11 @@ void RootPreForward(FSDPStateContext& context) {
       return;
     case TrainingState::kPreBackward:
     case TrainingState::kPostBackward:
+      TORCH_CHECK_VALUE(
+          context.running_backward.expired(),
+          "A forward of sharded modules has started in one thread while their "
+          "backward runs in another. Use a tree of sharded modules from one "
+          "thread at a time.");
       AbortBackward(context);
       break;
     case TrainingState::kIdle:
@@ -169,8 +174,7 @@ void RootPreForward(FSDPStateContext& context) {
 void ResetTree(const std::shared_ptr<FSDPStateContext>& context) {
   const std::lock_guard<std::recursive_mutex> lock(context->mutex);
   TORCH_CHECK_VALUE(
-      context->training_state == TrainingState::kIdle ||
-          context->training_state == TrainingState::kForward,
+      context->running_backward.expired(),
       "fully_shard: a backward through modules that are being sharded is "
       "running. Shard all modules before training.");
   AbortBackward(*context);

@@ -34,7 +34,8 @@ void SyncGradientEdges(FSDPStateContext& context, FSDPState& state,
 
 // Starts a forward if none is running. After a backward that threw, waits for
 // what it left in flight and frees it first. Throws c10::ValueError if a shard
-// was cut off its group. The context's mutex must be held.
+// was cut off its group, or if a backward of the tree runs in another thread.
+// The context's mutex must be held.
 void RootPreForward(FSDPStateContext& context);
 
 // Makes the next use of the tree find its root again. Throws c10::ValueError if

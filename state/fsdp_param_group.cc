@@ -171,6 +171,12 @@ at::Tensor FSDPParamGroup::WholeBytes(const Segment& segment) const {
       c10::kByte, {bytes}, {1}, 0);
 }
 
+at::Tensor FSDPParamGroup::GatheredValue(const FSDPParam& param) const {
+  TORCH_INTERNAL_ASSERT(sharded_state_ == ShardedState::kUnsharded);
+  return param.WholeIn(
+      internal::StorageOf(WholeBytes(segments_[param.segment()])));
+}
+
 at::Tensor FSDPParamGroup::ShardBytes(const Segment& segment) {
   return internal::MakeTensor(
       internal::StorageOf(segment.flat_shard), c10::kByte,

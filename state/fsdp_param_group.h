@@ -100,6 +100,9 @@ class FSDPParamGroup {
   // known.
   void SetNames(const std::string& group_fqn);
 
+  // The whole value of `param`, which is one of params(), while kUnsharded.
+  at::Tensor GatheredValue(const FSDPParam& param) const;
+
   // Throws c10::ValueError, naming the parameter, if a shard no longer points
   // into its flat shard.
   void CheckShards() const;

@@ -73,6 +73,11 @@ std::vector<std::shared_ptr<torch::nn::Module>> FSDPState::modules() const {
   return alive;
 }
 
+std::unique_lock<std::recursive_mutex> FSDPState::LockTree() const {
+  if (context == nullptr) return {};
+  return std::unique_lock<std::recursive_mutex>(context->mutex);
+}
+
 bool FSDPState::IsAncestorOf(const FSDPState& other) const {
   return std::find(other.ancestors.begin(), other.ancestors.end(), id) !=
          other.ancestors.end();

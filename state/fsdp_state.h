@@ -2,7 +2,7 @@
 // module tree share: FSDPStateContext.
 //
 //   std::shared_ptr<FSDPState> state = composable::fully_shard.state(block);
-//   state->group()->sharded_state();   // kSharded between iterations
+//   state->group()->sharded_state();   // kSharded after a backward
 //
 // A state exists from fully_shard on. The context is made at the first use of
 // the tree (hooks/root_pre_forward), when the root is known: the topmost module
@@ -52,8 +52,9 @@ class FSDPStateContext {
   // The states whose parameters the last operator read.
   std::vector<FSDPState*> current;
   bool current_grad_mode = false;  // of that operator
-  // The graph task that runs root_post_backward at its end; -1: none.
-  int callback_graph_task = -1;
+  // Alive while the graph task that runs root_post_backward at its end does.
+  // Backwards nested in it, as in a re-entrant checkpoint, leave that to it.
+  std::weak_ptr<void> running_backward;
 
   PassOrder forward_order;
   PassOrder backward_order;
@@ -63,7 +64,7 @@ class FSDPStateContext {
   uint64_t touches = 0;  // clock for least recently used
 
   BufferPool pool;
-  // The one reduction in flight: its state, and the packed gradients.
+  // The state whose reduction is in flight; null: none.
   FSDPState* reducing = nullptr;
 
   FSDPStats stats;
@@ -111,6 +112,9 @@ class FSDPState final : public ComposableState {
   bool prefetched = false;  // gathered ahead and not read since
   bool pinned = false;      // unshard() was called; stays until reshard()
   uint64_t last_touch = 0;
+
+  // Holds the mutex of the tree, if there is one yet.
+  std::unique_lock<std::recursive_mutex> LockTree() const;
 
   bool IsAncestorOf(const FSDPState& other) const;
   // Counts against limit_all_gathers.

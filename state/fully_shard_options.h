@@ -35,7 +35,7 @@ struct FullyShardOptions {
   TORCH_ARG(int64_t, limit_all_gathers) = 2;
   TORCH_ARG(BackwardPrefetch,
             backward_prefetch) = BackwardPrefetch::kBackwardPre;
-  // From the second iteration on, gather ahead in the order of the first.
+  // From the second iteration on, gather ahead in the order of the one before.
   TORCH_ARG(bool, forward_prefetch) = true;
 };
 

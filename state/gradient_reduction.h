@@ -2,7 +2,7 @@
 // of this rank's shards.
 //
 //   reduction.Pack(std::move(gradients), pool);   // frees each as it goes
-//   reduction.Issue(pool);                        // reduce-scatter, at once
+//   reduction.Issue();                            // reduce-scatter, at once
 //   ...
 //   reduction.Finish(pool);                       // S.grad() is set
 //

@@ -3,6 +3,8 @@
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
+
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "state/fsdp_state.h"
@@ -12,7 +14,6 @@
 namespace composable {
 namespace {
 
-// `holders` counts the registry entries that were found.
 void CheckShardable(const OwnedParam& owned, const std::string& api) {
   const at::Tensor& p = owned.parameter;
   const std::string who = api + ": parameter '" + owned.name + "' ";
@@ -36,6 +37,9 @@ void CheckShardable(const OwnedParam& owned, const std::string& api) {
   TORCH_CHECK_VALUE(p.is_leaf(), who,
                     "is not a leaf of the autograd graph. Register a detached "
                     "tensor.");
+  TORCH_CHECK_VALUE(!p.is_inference(), who,
+                    "was made under InferenceMode, which autograd can't train. "
+                    "Construct the module outside of it.");
   TORCH_CHECK_VALUE(p.is_non_overlapping_and_dense(), who, "of sizes ",
                     p.sizes(), " and strides ", p.strides(),
                     " is not dense. Register its contiguous() copy.");
@@ -48,7 +52,24 @@ void CheckShardable(const OwnedParam& owned, const std::string& api) {
       "forward that looks it up by name would read this rank's rows instead "
       "of the whole. Keep the tensor that register_parameter returns in a "
       "member and use that in forward (ParameterList and ParameterDict do "
-      "not).");
+      "not). To tie it to another module's parameter, register that tensor "
+      "here too, and keep it in the member.");
+}
+
+// Parameters of equal place in memory that are two tensors: tied by set_data,
+// which sharding would undo.
+void CheckNotTiedByMemory(const std::vector<OwnedParam>& owned,
+                          const std::string& api) {
+  absl::flat_hash_map<const void*, const OwnedParam*> at_address;
+  for (const auto& param : owned) {
+    const void* address = param.parameter.const_data_ptr();
+    const auto [it, is_new] = at_address.emplace(address, &param);
+    TORCH_CHECK_VALUE(is_new, api, ": parameters '", it->second->name,
+                      "' and '", param.name,
+                      "' are two tensors over the same memory, and would no "
+                      "longer be tied when sharded. Register one tensor in "
+                      "both modules, and keep it in both members.");
+  }
 }
 
 }  // namespace
@@ -59,6 +80,7 @@ ManagedParams CollectManagedParams(
   ManagedParams result;
   absl::flat_hash_map<const c10::TensorImpl*, size_t> known;
   absl::flat_hash_set<const torch::nn::Module*> visited;
+  absl::flat_hash_set<std::shared_ptr<FSDPState>> owners;  // of shards
   for (const auto& root : modules) {
     for (const auto& item : root->named_modules()) {
       const auto& module = item.value();
@@ -69,8 +91,11 @@ ManagedParams CollectManagedParams(
         const ParameterSlot slot{module, entry.key()};
         GuardedStorage found;
         if (FindGuardedStorage(tensor, &found)) {
-          if (found.is_shard) continue;
           const auto state = found.state.lock();
+          if (found.is_shard) {
+            owners.insert(state);
+            continue;
+          }
           const int index =
               state->group()->FindParam(found.segment, tensor.storage_offset());
           result.tied.emplace_back(slot,
@@ -91,6 +116,19 @@ ManagedParams CollectManagedParams(
     }
   }
   for (const auto& owned : result.owned) CheckShardable(owned, api);
+  CheckNotTiedByMemory(result.owned, api);
+  const bool taken_from_above =
+      std::any_of(owners.begin(), owners.end(), [&](const auto& state) {
+        const auto of = state->modules();
+        return std::none_of(of.begin(), of.end(), [&](const auto& module) {
+          return visited.contains(module.get());
+        });
+      });
+  TORCH_CHECK_VALUE(
+      !taken_from_above || !result.owned.empty() || !result.tied.empty(), api,
+      ": all parameters of this module of type ", modules.front()->name(),
+      " belong to an earlier call on a module above it. Apply it bottom-up: to "
+      "blocks first, then to the module that contains them.");
   return result;
 }
 

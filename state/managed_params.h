@@ -27,9 +27,10 @@ struct ManagedParams {
 // Parameters without elements, and undefined entries, are left alone.
 //
 // Throws, naming the parameter and what to do: c10::ValueError for a scalar, a
-// non-leaf, a sparse or not dense tensor and a parameter that no member field
-// holds; c10::NotImplementedError for a device other than the CPU. Changes
-// nothing.
+// non-leaf, an inference tensor, a sparse or not dense tensor, a parameter that
+// no member field holds, two that share memory without being one tensor, and
+// modules whose parameters a module above has taken; c10::NotImplementedError
+// for a device other than the CPU and for complex parameters. Changes nothing.
 ManagedParams CollectManagedParams(
     const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
     const std::string& api);

@@ -13,6 +13,7 @@ void PassOrder::Begin() {
 }
 
 void PassOrder::Record(int group) {
+  if (recorded_.size() == kMaxRecorded) return;
   if (recorded_.empty() || recorded_.back() != group) {
     recorded_.push_back(group);
   }

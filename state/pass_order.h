@@ -23,11 +23,14 @@ namespace composable {
 
 class PassOrder {
  public:
+  static constexpr size_t kMaxRecorded = 1 << 16;
   static constexpr size_t kNever = std::numeric_limits<size_t>::max();
 
   // A new pass: recording and position start anew.
   void Begin();
-  // Appends a use, unless it repeats the last one.
+  // Appends a use, unless it repeats the last one. At most kMaxRecorded: a
+  // program that runs forwards with gradients and never a backward does not
+  // start a new pass.
   void Record(int group);
   // What was recorded becomes the order to follow. Nothing recorded (a pass
   // without gradients) leaves the order as it was.

@@ -43,10 +43,11 @@ torch::OrderedDict<std::string, at::Tensor>& Parameters(
     torch::nn::Module& module);
 
 // A CPU storage of `nbytes` that has no memory yet: views of it can be made,
-// access to its data throws `message`. See SetData. `owner` lives until the
-// last tensor that points to the storage is gone.
+// access to its data throws.
 c10::intrusive_ptr<c10::StorageImpl> MakeEmptyStorage(size_t nbytes);
+// `owner` lives until the last tensor that points to the storage is gone.
 void SetOwner(c10::StorageImpl& storage, std::shared_ptr<void> owner);
+// What access throws while there is no memory.
 void SetFreedMessage(c10::StorageImpl& storage, std::string message);
 
 // Points the storage to memory that the caller keeps alive until DropData.

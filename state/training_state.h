@@ -1,8 +1,7 @@
 // Where a tree of sharded modules is in a training iteration, and where the
 // parameters of a group are.
 //
-//   composable::ToString(composable::ShardedState::kUnsharding);  //
-//   "unsharding"
+//   composable::ToString(composable::ShardedState::kUnsharding);
 #pragma once
 
 #include <cstdint>
@@ -23,8 +22,8 @@ enum class TrainingState : uint8_t {
 // Of a group.
 //   value         unsharded storage         moves to
 //   kSharded      no memory, access throws  kUnsharding
-//   kUnsharding   being filled              kUnsharded, kSharded (gather
-//   failed) kUnsharded    whole parameters          kSharded
+//   kUnsharding   no memory, access throws  kUnsharded, kSharded if it failed
+//   kUnsharded    whole parameters          kSharded
 enum class ShardedState : uint8_t {
   kSharded,
   kUnsharding,

@@ -173,14 +173,14 @@ TEST(CommunicatorRulesTest, KeepsItsTensorsAliveUntilTheWait) {
   EXPECT_TRUE(weak.expired());
 }
 
-TEST(CommunicatorRulesTest, WaitThrowsOnceWhatTheCollectiveFailedWith) {
+TEST(CommunicatorRulesTest, EachWaitThrowsWhatTheCollectiveFailedWith) {
   const auto backend = MakeManualBackend(2, &Ignore);
   Communicator comm(GroupOf(backend), c10::kCPU);
   backend->Fail(0, "the cable is cut");
   backend->Fail(1, "the cable is cut");
   const auto pending = comm.AllGather(at::zeros({2}), at::zeros({1}));
   EXPECT_THROW(pending->Wait(), c10::DistError);
-  pending->Wait();
+  EXPECT_THROW(pending->Wait(), c10::DistError);
   // Dropped: there is nobody to tell.
   comm.ReduceScatter(at::zeros({1}), at::zeros({2}));
   EXPECT_TRUE(backend->waited(1));

@@ -170,12 +170,14 @@ TEST(ShardingOrderTest, RootAfterAFirstTrainingOfAChild) {
   });
 }
 
-TEST(ShardingOrderTest, ChildAfterParentHasNothingLeft) {
+TEST(ShardingOrderTest, ChildAfterParentIsRefusedAndChangesNothing) {
   RunRanks(2, [](RankContext& rank) {
     auto [plain, sharded] = MakePair([] { return Mlp(); });
     fully_shard(sharded, rank.options());
-    fully_shard(sharded->first, rank.options());
-    EXPECT_EQ(fully_shard.state(sharded->first)->group(), nullptr);
+    ExpectThrows<c10::ValueError>(
+        [&] { fully_shard(sharded->first, rank.options()); },
+        {"belong to an earlier call", "bottom-up"});
+    EXPECT_EQ(fully_shard.state(sharded->first), nullptr);
     ExpectSameBackward(rank, plain, sharded,
                        [](Mlp& model, int r) { return MlpLoss(model, r); });
   });

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "state/contract_registry.h"
 #include "tests/composable/semantics.h"
 
 namespace composable {
@@ -195,6 +196,117 @@ TEST(TreeTest, ARootWithoutParametersMayDieBeforeItsBlocks) {
     block(torch::ones({2, 3})).sum().backward();
     EXPECT_TRUE(block->parameters()[0].grad().defined());
     EXPECT_EQ(fsdp_stats(block).unsharded_param_bytes, 0);
+  });
+}
+
+TEST(TreeTest, TopDownIsRefused) {
+  RunRanks(1, [](RankContext& rank) {
+    Sequential model(Linear(3, 4), Linear(4, 5));
+    fully_shard(model, rank.options());
+    ExpectThrows<c10::ValueError>(
+        [&] { fully_shard(model->ptr(0), rank.options()); },
+        {"all parameters of this module of type torch::nn::LinearImpl",
+         "bottom-up"});
+    // A module without parameters has nothing to be taken.
+    Sequential plain(ReLU(), Linear(3, 4));
+    fully_shard(plain->ptr(0), rank.options());
+    fully_shard(plain, rank.options());
+  });
+}
+
+TEST(TreeTest, AModuleNamedTwiceInAListCountsOnce) {
+  RunRanks(2, [](RankContext& rank) {
+    auto [plain, model] = MakePair([] { return Linear(3, 6); });
+    fully_shard({model, model}, rank.options());
+    EXPECT_EQ(ContractRegistry::Get().Apis(*model),
+              std::vector<std::string>{"fully_shard"});
+    ExpectSameBackward(rank, plain, model, [](auto& m, int r) {
+      return m(Input(r, {2, 3})).pow(2).sum();
+    });
+  });
+}
+
+// --- Parameters that can't be told apart, or trained --------------------------
+
+TEST(MemoryTest, TwoTensorsOverOneMemoryAreRefused) {
+  RunRanks(1, [](RankContext& rank) {
+    Sequential model(Linear(4, 4), Linear(4, 4));
+    model[0]->as<Linear>()->weight.set_data(
+        model[1]->as<Linear>()->weight.data());
+    ExpectThrows<c10::ValueError>([&] { fully_shard(model, rank.options()); },
+                                  {"'0.weight' and '1.weight'", "same memory",
+                                   "Register one tensor in both modules"});
+  });
+}
+
+TEST(MemoryTest, InferenceParametersAreRefused) {
+  RunRanks(1, [](RankContext& rank) {
+    Linear model{nullptr};
+    {
+      const c10::InferenceMode inference;
+      model = Linear(3, 4);
+    }
+    ExpectThrows<c10::ValueError>(
+        [&] { fully_shard(model, rank.options()); },
+        {"'weight'", "InferenceMode", "outside of it"});
+  });
+}
+
+// --- Nested backwards ----------------------------------------------------------
+
+// Runs a part of a model again in its backward, as a re-entrant checkpoint does.
+struct Recompute : torch::autograd::Function<Recompute> {
+  static Tensor forward(torch::autograd::AutogradContext* context,
+                        const Tensor& x, Linear layer) {
+    context->save_for_backward({x});
+    context->saved_data["layer"] = reinterpret_cast<int64_t>(layer.ptr().get());
+    return layer(x);
+  }
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* context,
+      const torch::autograd::variable_list& gradients) {
+    const Tensor x =
+        context->get_saved_variables()[0].detach().requires_grad_(true);
+    auto* layer =
+        reinterpret_cast<LinearImpl*>(context->saved_data["layer"].toInt());
+    {
+      const at::AutoGradMode enable(true);
+      layer->forward(x).backward(gradients[0]);
+    }
+    return {x.grad(), Tensor()};
+  }
+};
+
+TEST(NestedBackwardTest, EndsWithTheOutermost) {
+  RunRanks(2, [](RankContext& rank) {
+    auto [plain, sharded] = MakePair([] {
+      return Sequential(Linear(3, 3), Linear(3, 3), Linear(3, 3), Linear(3, 3));
+    });
+    for (size_t i = 0; i < sharded->size(); ++i) {
+      fully_shard(sharded->ptr(i), rank.options());
+    }
+    fully_shard(sharded, rank.options());
+    const auto loss = [](auto& model, int r) {
+      Tensor x = Input(r, {2, 3}).requires_grad_(true);
+      for (size_t i = 0; i < model->size(); ++i) {
+        x = Recompute::apply(x, Linear(model->template ptr<LinearImpl>(i)));
+      }
+      return x.pow(2).sum();
+    };
+    for (int step = 0; step < 3; ++step) {
+      plain->zero_grad();
+      sharded->zero_grad();
+      int reshards = 0;
+      int reductions = 0;
+      set_trace_observer(sharded, [&](TraceEvent event, const std::string&) {
+        reshards += event == TraceEvent::kReshard ? 1 : 0;
+        reductions += event == TraceEvent::kReduce ? 1 : 0;
+      });
+      ExpectSameBackward(rank, plain, sharded, loss);
+      EXPECT_EQ(reductions, 4);
+      // Each group is freed for another one in forward, or by its own sink.
+      EXPECT_LE(reshards, 6) << step;
+    }
   });
 }
 

@@ -6,12 +6,11 @@
 // an element's position in the buffer, so only an equal layout can give
 // gradients that are equal bit by bit.
 //
-//   std::vector<FlatGroup> groups = {{{{"fc.weight", 0, 12}, {"fc.bias", 12,
-//   4}},
-//                                     /*total_numel=*/16}};
-//   at::Tensor loss = DataParallelStep(
-//       *model, optimizer, backend, groups, [&] { return model->loss(batch);
-//       });
+//   std::vector<FlatGroup> groups = {
+//       {{{"fc.weight", 0, 12}, {"fc.bias", 12, 4}}, /*total_numel=*/16}};
+//   at::Tensor loss =
+//       DataParallelStep(*model, optimizer, backend, groups,
+//                        [&] { return model->loss(batch); });
 //
 // All functions are collectives: every rank calls them, with equal groups.
 #pragma once

@@ -16,13 +16,13 @@ void InProcessHub::Post(int rank, uint64_t sequence, Kind kind,
   Operation& operation = operations_[sequence];
   if (operation.posted == 0) {
     operation.kind = kind;
+    operation.numel = input.numel();
+    operation.dtype = input.scalar_type();
     operation.outputs.resize(world_size_);
     operation.inputs.resize(world_size_);
   }
-  const auto& first =
-      operation.inputs[0].defined() ? operation.inputs[0] : input;
-  if (operation.kind != kind || first.numel() != input.numel() ||
-      first.scalar_type() != input.scalar_type()) {
+  if (operation.kind != kind || operation.numel != input.numel() ||
+      operation.dtype != input.scalar_type()) {
     operation.error = "ranks issued different collectives";
   }
   operation.outputs[rank] = std::move(output);

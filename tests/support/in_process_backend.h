@@ -44,7 +44,9 @@ class InProcessHub {
 
  private:
   struct Operation {
-    Kind kind = Kind::kAllGather;
+    Kind kind = Kind::kAllGather;  // of the first that posted, as the next two
+    int64_t numel = 0;
+    c10::ScalarType dtype = c10::ScalarType::Undefined;
     int posted = 0;
     bool done = false;
     std::string error;

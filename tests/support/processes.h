@@ -3,8 +3,7 @@
 //
 //   composable::TemporaryFolder folder;
 //   composable::ProcessResult result = composable::RunRankProcesses(
-//       2, {"examples/train_gpt", "--steps=3", "--losses=" + folder /
-//       "l.json"});
+//       2, {"examples/train_gpt", "--losses=" + folder / "l.json"});
 //   EXPECT_EQ(result.exit_code, 0) << result.output();
 //
 // Paths of programs are those of Bazel's targets, relative to the working

@@ -1,8 +1,7 @@
 // Questions about shards that tests ask.
 //
-//   EXPECT_TRUE(torch::equal(parameter.grad(),
-//                            composable::LocalRows(parameter,
-//                            whole_gradient)));
+//   at::Tensor mine = composable::LocalRows(parameter, whole_gradient);
+//   EXPECT_TRUE(torch::equal(parameter.grad(), mine));
 #pragma once
 
 #include <ATen/core/Tensor.h>
