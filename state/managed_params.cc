@@ -87,7 +87,7 @@ ManagedParams CollectManagedParams(
       if (!visited.insert(module.get()).second) continue;
       for (const auto& entry : internal::Parameters(*module)) {
         const at::Tensor& tensor = entry.value();
-        if (!tensor.defined() || tensor.numel() == 0) continue;
+        if (!tensor.defined()) continue;
         const ParameterSlot slot{module, entry.key()};
         GuardedStorage found;
         if (FindGuardedStorage(tensor, &found)) {
@@ -102,6 +102,7 @@ ManagedParams CollectManagedParams(
                                    state->group()->params()[index].sharded);
           continue;
         }
+        if (tensor.numel() == 0) continue;
         const auto [it, is_new] =
             known.emplace(tensor.unsafeGetTensorImpl(), result.owned.size());
         if (is_new) {
