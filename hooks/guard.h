@@ -10,5 +10,6 @@
 //                             parameter as changed for graphs that used it
 //   shard, read               nothing
 //
-// Cost: about 0.1 to 0.3 us for an operator whose groups are gathered.
+// Cost: 0.2 to 0.3 us for an operator whose groups are gathered (add, mm and
+// linear on 4 x 4 tensors, one core, against the same on a plain parameter).
 #pragma once
