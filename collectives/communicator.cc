@@ -64,7 +64,7 @@ Communicator::Communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     : owned_(std::make_shared<BackendRef>()) {
   TORCH_CHECK_VALUE(group != nullptr, "expected a process group, got none.");
   owned_->group = group;
-  const auto& devices = group->getDeviceTypes();
+  const auto devices = group->getDeviceTypes();
   TORCH_CHECK_VALUE(
       std::any_of(devices.begin(), devices.end(),
                   [&](const c10::Device& d) { return d.type() == device; }),

@@ -14,8 +14,6 @@
 #include "hooks/root_pre_forward.h"
 #include "hooks/unshard.h"
 #include "state/fsdp_state.h"
-#include "state/storage_registry.h"
-#include "state/tensor_access.h"
 
 namespace composable {
 namespace {
@@ -23,7 +21,7 @@ namespace {
 // A parameter or buffer under its name.
 struct Item {
   std::string fqn;
-  at::Tensor tensor;                 // plain value, or the shard
+  at::Tensor tensor;                 // plain value, shard, or whole (tied)
   std::shared_ptr<FSDPState> state;  // null: plain
   const FSDPParam* param = nullptr;
   at::IntArrayRef sizes() const {
@@ -31,27 +29,12 @@ struct Item {
   }
 };
 
-Item MakeItem(std::string fqn, const at::Tensor& tensor) {
-  Item item{std::move(fqn), tensor, nullptr, nullptr};
-  GuardedStorage found;
-  if (!FindGuardedStorage(tensor, &found)) return item;
-  auto state = found.state.lock();
-  if (state == nullptr) return item;
-  // The registry of a module that no fully_shard covers may hold the whole
-  // parameter, tied to one that is sharded.
-  for (const auto& param : state->group()->params()) {
-    if (param.sharded.is_same(tensor) || param.unsharded().is_same(tensor)) {
-      item.param = &param;
-    }
-  }
-  if (item.param != nullptr) item.state = std::move(state);
-  return item;
-}
-
 std::vector<Item> Items(const torch::nn::Module& module) {
   std::vector<Item> items;
   for (const auto& entry : module.named_parameters()) {
-    items.push_back(MakeItem(entry.key(), entry.value()));
+    auto sharded = FindShardedEntry(entry.value());
+    items.push_back(
+        {entry.key(), entry.value(), std::move(sharded.state), sharded.param});
   }
   for (const auto& entry : module.named_buffers()) {
     if (entry.value().defined()) {

@@ -70,7 +70,6 @@ class Touches {
   };
 
   static void WriteShard(FSDPState& state, int param) {
-    const auto context = state.context;  // outlives the lock
     const auto lock = state.LockTree();
     state.group()->MarkDirty(param);
   }
@@ -92,7 +91,9 @@ class Touches {
     for (const auto& read : mine) {
       needed.push_back(read.state.get());
       if (!backward && c10::GradMode::is_enabled()) {
-        SyncGradientEdges(*context, *read.state, read.params);
+        for (const int param : read.params) {
+          SyncGradientEdge(*context, *read.state, param);
+        }
       }
     }
     if (backward) {

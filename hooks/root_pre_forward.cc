@@ -4,14 +4,12 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_set.h"
 #include "hooks/root_post_backward.h"
-#include "state/storage_registry.h"
 
 namespace composable {
 namespace {
@@ -36,8 +34,12 @@ class TreeBuilder {
       state = nullptr;
     }
     if (state != nullptr) Enter(*state, prefix);
-    for (const auto& [param, key] : ShardedParams(module)) {
-      if (named_.insert(param).second) param->fqn = Join(prefix, key);
+    for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
+      FSDPParam* param = FindShardedEntry(entry.value()).param;
+      if (param != nullptr && param->sharded.is_same(entry.value()) &&
+          named_.insert(param).second) {
+        param->fqn = Join(prefix, entry.key());
+      }
     }
     for (const auto& child : module.named_children()) {
       Visit(*child.value(), Join(prefix, child.key()));
@@ -62,24 +64,6 @@ class TreeBuilder {
       if (id != state.id) state.ancestors.push_back(id);
     }
     path_.push_back(state.id);
-  }
-
-  // The sharded parameters whose entries are in `module` itself.
-  static std::vector<std::pair<FSDPParam*, std::string>> ShardedParams(
-      const torch::nn::Module& module) {
-    std::vector<std::pair<FSDPParam*, std::string>> found;
-    for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
-      GuardedStorage guarded;
-      if (!FindGuardedStorage(entry.value(), &guarded)) continue;
-      const auto owner = guarded.state.lock();
-      if (owner == nullptr) continue;
-      for (auto& param : owner->group()->params()) {
-        if (param.sharded.is_same(entry.value())) {
-          found.emplace_back(&param, entry.key());
-        }
-      }
-    }
-    return found;
   }
 
   std::shared_ptr<FSDPStateContext> context_;
@@ -132,14 +116,11 @@ std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state) {
   return context;
 }
 
-void SyncGradientEdges(FSDPStateContext& context, FSDPState& state,
-                       absl::Span<const int> params) {
-  for (const int param : params) {
-    if (!state.group()->SyncGradientEdge(param)) continue;
-    // Another backward than the recorded one is to be expected.
-    context.backward_order.Clear();
-    context.seed_backward_order = false;
-  }
+void SyncGradientEdge(FSDPStateContext& context, FSDPState& state, int param) {
+  if (!state.group()->SyncGradientEdge(param)) return;
+  // Another backward than the recorded one is to be expected.
+  context.backward_order.Clear();
+  context.seed_backward_order = false;
 }
 
 void RootPreForward(FSDPStateContext& context) {
@@ -161,13 +142,11 @@ void RootPreForward(FSDPStateContext& context) {
   context.training_state = TrainingState::kForward;
   context.current.clear();
   context.forward_order.Begin();
-  std::vector<int> all;
   for (FSDPState* state : context.states) {
     if (state == nullptr || state->group() == nullptr) continue;
     state->group()->CheckShards();
-    all.resize(state->group()->params().size());
-    std::iota(all.begin(), all.end(), 0);
-    SyncGradientEdges(context, *state, all);
+    const auto count = static_cast<int>(state->group()->params().size());
+    for (int i = 0; i < count; ++i) SyncGradientEdge(context, *state, i);
   }
 }
 

@@ -8,7 +8,6 @@
 
 #include <memory>
 
-#include "absl/types/span.h"
 #include "state/fsdp_state.h"
 
 namespace composable {
@@ -27,10 +26,9 @@ std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state);
 // custom autograd Function before any operator reads them. Its first use brings
 // no gradient for them.)
 //
-// Makes the gradient edges of these parameters of `state` follow their shards.
-// The context's mutex must be held.
-void SyncGradientEdges(FSDPStateContext& context, FSDPState& state,
-                       absl::Span<const int> params);
+// Makes the gradient edge of this parameter of `state` follow its shard. The
+// context's mutex must be held.
+void SyncGradientEdge(FSDPStateContext& context, FSDPState& state, int param);
 
 // Starts a forward if none is running. After a backward that threw, waits for
 // what it left in flight and frees it first. Throws c10::ValueError if a shard

@@ -8,11 +8,8 @@ namespace composable {
 namespace {
 
 int64_t SlotsInUse(const FSDPStateContext& context) {
-  return std::count_if(context.states.begin(), context.states.end(),
-                       [](const FSDPState* s) {
-                         return s != nullptr && s->group() != nullptr &&
-                                s->uses_slot() && !s->group()->is_sharded();
-                       });
+  return std::count_if(context.resident.begin(), context.resident.end(),
+                       [](const FSDPState* s) { return s->uses_slot(); });
 }
 
 // Frees the left group whose next use is furthest away, if that is at position

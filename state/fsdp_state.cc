@@ -3,6 +3,9 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <utility>
+
+#include "state/storage_registry.h"
 
 namespace composable {
 
@@ -86,6 +89,23 @@ bool FSDPState::IsAncestorOf(const FSDPState& other) const {
 std::shared_ptr<FSDPState> FindFSDPState(const torch::nn::Module& module) {
   return std::static_pointer_cast<FSDPState>(
       ContractRegistry::Get().Find(module, kFullyShardApi));
+}
+
+ShardedEntry FindShardedEntry(const at::Tensor& entry) {
+  GuardedStorage found;
+  if (!FindGuardedStorage(entry, &found)) return {};
+  auto state = found.state.lock();
+  if (state == nullptr) return {};
+  FSDPParamGroup& group = *state->group();
+  const int64_t offset = entry.storage_offset();
+  FSDPParam& param =
+      group.params()[found.is_shard ? group.FindShard(found.segment, offset)
+                                    : group.FindParam(found.segment, offset)];
+  // Not a view of one.
+  const at::Tensor stands_for =
+      found.is_shard ? param.sharded : param.unsharded();
+  if (!stands_for.is_same(entry)) return {};
+  return {std::move(state), &param};
 }
 
 }  // namespace composable

@@ -133,4 +133,13 @@ inline constexpr char kFullyShardApi[] = "fully_shard";
 // The state of fully_shard on `module`, or null.
 std::shared_ptr<FSDPState> FindFSDPState(const torch::nn::Module& module);
 
+// What an entry of a module's parameter registry stands for: the parameter that
+// it is the shard of or, in a module that no fully_shard covers, the whole of.
+// Both null if it is neither.
+struct ShardedEntry {
+  std::shared_ptr<FSDPState> state;
+  FSDPParam* param = nullptr;
+};
+ShardedEntry FindShardedEntry(const at::Tensor& entry);
+
 }  // namespace composable

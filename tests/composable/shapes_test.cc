@@ -39,6 +39,20 @@ void SgdStep(Module& module) {
   torch::optim::SGD(module.parameters(), 0.1).step();
 }
 
+// Two steps of training, and the weights afterwards.
+void ExpectSameTraining(RankContext& rank, Holds& plain, Holds& sharded) {
+  for (int step = 0; step < 2; ++step) {
+    plain->zero_grad();
+    sharded->zero_grad();
+    ExpectSameBackward(rank, plain, sharded,
+                       [](Holds& model, int r) { return Loss(model, r); });
+    SgdStep(*plain);
+    SgdStep(*sharded);
+  }
+  ExpectParameters(*sharded, *plain);
+  EXPECT_TRUE(torch::equal(full_state_dict(sharded)["odd"], plain->odd));
+}
+
 // --- Sizes -------------------------------------------------------------------
 
 using Sizes = std::vector<int64_t>;
@@ -72,16 +86,7 @@ TEST_P(SizesTest, TrainsAsUnsharded) {
     const Tensor shard = sharded->named_parameters()["odd"];
     EXPECT_TRUE(shard.is_leaf());
     EXPECT_EQ(shard.dim(), plain->odd.dim());
-    for (int step = 0; step < 2; ++step) {
-      plain->zero_grad();
-      sharded->zero_grad();
-      ExpectSameBackward(rank, plain, sharded,
-                         [](Holds& model, int r) { return Loss(model, r); });
-      SgdStep(*plain);
-      SgdStep(*sharded);
-    }
-    ExpectParameters(*sharded, *plain);
-    EXPECT_TRUE(torch::equal(full_state_dict(sharded)["odd"], plain->odd));
+    ExpectSameTraining(rank, plain, sharded);
   });
 }
 
@@ -217,16 +222,7 @@ TEST_P(LayoutTest, KeepsStridesAndTrainsAsUnsharded) {
       if (plain->odd.size(d) == 1) continue;
       EXPECT_EQ(sharded->odd.stride(d), plain->odd.stride(d));
     }
-    for (int step = 0; step < 2; ++step) {
-      plain->zero_grad();
-      sharded->zero_grad();
-      ExpectSameBackward(rank, plain, sharded,
-                         [](Holds& model, int r) { return Loss(model, r); });
-      SgdStep(*plain);
-      SgdStep(*sharded);
-    }
-    ExpectParameters(*sharded, *plain);
-    EXPECT_TRUE(torch::equal(full_state_dict(sharded)["odd"], plain->odd));
+    ExpectSameTraining(rank, plain, sharded);
   });
 }
 

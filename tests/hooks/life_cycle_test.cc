@@ -54,6 +54,13 @@ std::vector<at::Tensor> Gradients(Net& net) {
   return gradients;
 }
 
+// The gradients of one iteration.
+std::vector<at::Tensor> Iterate(Net& net) {
+  net.zero_grad();
+  net.forward(at::ones({1, 4})).sum().backward();
+  return Gradients(net);
+}
+
 void ExpectSame(const std::vector<at::Tensor>& a,
                 const std::vector<at::Tensor>& b) {
   ASSERT_EQ(a.size(), b.size());
@@ -211,11 +218,7 @@ TEST(TrainingStatesTest, BackwardTwiceThroughOneGraph) {
 TEST(ErrorsTest, BackwardThatThrowsLeavesATreeThatWorks) {
   const SmallRank rank;
   const auto net = rank.Shard(4);
-  const auto iterate = [&] {
-    net->zero_grad();
-    net->forward(at::ones({1, 4})).sum().backward();
-    return Gradients(*net);
-  };
+  const auto iterate = [&] { return Iterate(*net); };
   iterate();
   const auto expected = iterate();
   for (const int where : {3, 2, 1, 0}) {
@@ -245,11 +248,7 @@ TEST(ErrorsTest, BackwardThatThrowsLeavesATreeThatWorks) {
 TEST(ErrorsTest, ForwardThatThrowsLeavesATreeThatWorks) {
   const SmallRank rank;
   const auto net = rank.Shard(4);
-  const auto iterate = [&] {
-    net->zero_grad();
-    net->forward(at::ones({1, 4})).sum().backward();
-    return Gradients(*net);
-  };
+  const auto iterate = [&] { return Iterate(*net); };
   const auto expected = iterate();
   at::Tensor x = net->at(0)(at::ones({1, 4}));
   EXPECT_THROW(net->at(1)(at::ones({1, 5})), c10::Error);  // a wrong shape
@@ -260,11 +259,7 @@ TEST(ErrorsTest, ForwardThatThrowsLeavesATreeThatWorks) {
 TEST(ErrorsTest, AnyFailedCollectiveThrowsAndTheNextIterationWorks) {
   const SmallRank rank;
   const auto net = rank.Shard(3);
-  const auto iterate = [&] {
-    net->zero_grad();
-    net->forward(at::ones({1, 4})).sum().backward();
-    return Gradients(*net);
-  };
+  const auto iterate = [&] { return Iterate(*net); };
   const auto expected = iterate();
   const size_t before = rank.backend->issued();
   iterate();

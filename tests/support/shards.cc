@@ -17,18 +17,15 @@ bool IsShard(const at::Tensor& parameter) {
 
 at::Tensor LocalRows(const at::Tensor& parameter, const at::Tensor& whole) {
   const at::NoGradGuard no_grad;
-  GuardedStorage found;
-  TORCH_CHECK(FindGuardedStorage(parameter, &found) && found.is_shard,
-              "the parameter is not sharded");
-  const FSDPParamGroup& group = *found.state.lock()->group();
-  for (const FSDPParam& param : group.params()) {
-    if (!param.sharded.is_same(parameter)) continue;
-    const at::Tensor flat =
-        at::zeros_like(group.segments()[found.segment].flat_shard);
-    param.CopyRowsFrom(whole.detach(), flat);
-    return param.RowsIn(flat);
-  }
-  TORCH_CHECK(false, "the tensor is a view of a shard, not a parameter");
+  TORCH_CHECK(IsShard(parameter), "the parameter is not sharded");
+  const ShardedEntry entry = FindShardedEntry(parameter);
+  TORCH_CHECK(entry.param != nullptr,
+              "the tensor is a view of a shard, not a parameter");
+  const auto& segment =
+      entry.state->group()->segments()[entry.param->segment()];
+  const at::Tensor flat = at::zeros_like(segment.flat_shard);
+  entry.param->CopyRowsFrom(whole.detach(), flat);
+  return entry.param->RowsIn(flat);
 }
 
 std::vector<FSDPModule> ShardEverySubmodule(const ModuleRef& module,
