@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "state/fsdp_state.h"
 #include "state/storage_registry.h"
+#include "state/tensor_access.h"
 
 namespace composable {
 namespace {
@@ -71,6 +73,8 @@ double clip_grad_norm_(const std::vector<at::Tensor>& parameters,
                     "clip_grad_norm_: expected a norm_type above 0, got ",
                     norm_type, ".");
   const at::NoGradGuard no_grad;
+  // Gradients of shards refuse a norm otherwise.
+  const c10::impl::ExcludeDispatchKeyGuard unguarded(internal::kGuardKey);
   const Norm norm(norm_type);
   std::vector<Part> parts;
   std::vector<at::Tensor> gradients;

@@ -22,5 +22,7 @@
 #include "composable/clip_grad_norm.h"
 #include "composable/contract.h"
 #include "composable/fully_shard.h"
+#include "composable/rebind.h"
 #include "composable/state_dict.h"
 #include "composable/stats.h"
+#include "state/allow_shard_math.h"

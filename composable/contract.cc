@@ -64,13 +64,20 @@ void ContractGuard::CheckSame(const torch::nn::Module& module, const char* kind,
 
 void ContractGuard::Commit(
     const std::shared_ptr<ComposableState>& state) const {
-  for (size_t i = 0; i < modules_.size(); ++i) {
-    const Names now = NamesOf(*modules_[i]);
-    CheckSame(*modules_[i], "parameters", names_[i].parameters, now.parameters);
-    CheckSame(*modules_[i], "buffers", names_[i].buffers, now.buffers);
-    CheckSame(*modules_[i], "submodules", names_[i].modules, now.modules);
+  try {
+    for (size_t i = 0; i < modules_.size(); ++i) {
+      const auto& module = *modules_[i];
+      const Names now = NamesOf(module);
+      CheckSame(module, "parameters", names_[i].parameters, now.parameters);
+      CheckSame(module, "buffers", names_[i].buffers, now.buffers);
+      CheckSame(module, "submodules", names_[i].modules, now.modules);
+    }
+    ContractRegistry::Get().Add(modules_, api_, state);
+  } catch (...) {
+    state->Rollback();
+    throw;
   }
-  ContractRegistry::Get().Add(modules_, api_, state);
+  state->Commit();
 }
 
 }  // namespace composable::internal

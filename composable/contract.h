@@ -9,9 +9,10 @@
 //   my_api(model);
 //   my_api.state(model)->calls;
 //
-// Modelled on torch.distributed._composable.contract, with one difference: the
-// application is recorded after the body has run, so a call that throws can be
-// repeated.
+// Modelled on torch.distributed._composable.contract, with one difference: it is
+// a transaction. A body that throws must leave the modules as they were; where
+// something throws later, ComposableState::Rollback does. Nothing is recorded,
+// and the call can be repeated.
 //
 // Thread-safe for different modules.
 #pragma once
@@ -35,7 +36,8 @@ class ContractGuard {
   // one of `modules` already, or if `modules` is empty.
   ContractGuard(const char* api, const Modules& modules);
   // Throws c10::ValueError, naming what came and went, if the FQNs of the
-  // parameters, buffers or submodules have changed; else records `state`.
+  // parameters, buffers or submodules have changed; else records `state`. Ends
+  // with state->Commit(), or with state->Rollback() if it throws.
   void Commit(const std::shared_ptr<ComposableState>& state) const;
 
  private:

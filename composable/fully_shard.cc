@@ -63,11 +63,12 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
     group = std::make_unique<FSDPParamGroup>(
         managed.owned, Communicator(process_group, c10::kCPU));
   }
-  TieToShards(managed);
   auto state = std::make_shared<FSDPState>(modules, options, std::move(group));
+  state->undo = [tied = managed.tied] { UntieFromShards(tied); };
   if (state->group() != nullptr) {
     state->group()->Attach(state, GradientSinkFactory(state));
   }
+  TieToShards(managed.tied);
   for (const auto& child : below) {
     if (child->parent.expired()) child->parent = state;
   }

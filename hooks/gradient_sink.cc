@@ -17,8 +17,7 @@ class GradientSink final : public torch::autograd::Node {
 
   torch::autograd::variable_list apply(
       torch::autograd::variable_list&& gradients) override {
-    PostBackward(state_, std::move(gradients));
-    return {};
+    return PostBackward(state_, std::move(gradients));
   }
   std::string name() const override { return "composable::GradientSink"; }
 

@@ -9,7 +9,8 @@
 // in-place operators, tensors that escape a forward and modules called twice
 // need no care of ours. The node has the highest sequence number, as
 // AccumulateGrad has: with its own, low one the engine would run it after
-// everything else, and no reduction would overlap with computation.
+// everything else, and no reduction would overlap with computation. Its next
+// nodes are the accumulators of the shards: see Note [Accumulator of a shard].
 #pragma once
 
 #include <functional>

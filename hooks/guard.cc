@@ -7,15 +7,19 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/container/inlined_vector.h"
 #include "hooks/pre_backward.h"
 #include "hooks/pre_forward.h"
 #include "hooks/root_pre_forward.h"
+#include "state/allow_shard_math.h"
 #include "state/fsdp_state.h"
 #include "state/storage_registry.h"
 #include "state/tensor_access.h"
@@ -23,32 +27,65 @@
 namespace composable {
 namespace {
 
+thread_local int guarded_operators = 0;
+
+// Operators whose result on some of the rows says nothing about the whole.
+bool SumsOver(const std::string& name) {
+  static const auto* names = new absl::flat_hash_set<std::string>{
+      "aten::_foreach_norm", "aten::amax",
+      "aten::amin",          "aten::aminmax",
+      "aten::cat",           "aten::dist",
+      "aten::dot",           "aten::linalg_matrix_norm",
+      "aten::linalg_norm",   "aten::linalg_vector_norm",
+      "aten::logsumexp",     "aten::max",
+      "aten::mean",          "aten::median",
+      "aten::min",           "aten::nanmean",
+      "aten::nansum",        "aten::norm",
+      "aten::prod",          "aten::std",
+      "aten::std_mean",      "aten::sum",
+      "aten::var",           "aten::var_mean",
+      "aten::vdot",
+  };
+  return names->contains(name);
+}
+
 // What one operator does with sharded parameters.
 class Touches {
  public:
   explicit Touches(const c10::OperatorHandle& op) : op_(op) {}
+  ~Touches() {
+    for (const auto& tree : trees_) --tree->operators_running;
+    guarded_operators -= counted_ ? 1 : 0;
+  }
+  Touches(const Touches&) = delete;
+  Touches& operator=(const Touches&) = delete;
 
   void Visit(const at::Tensor& tensor, bool written) {
     if (!tensor.defined() || !internal::HasGuard(tensor)) return;
     GuardedStorage found;
-    if (!FindGuardedStorage(tensor, &found)) return;
-    auto state = found.state.lock();
-    if (state == nullptr) return;
+    auto state =
+        FindGuardedStorage(tensor, &found) ? found.state.lock() : nullptr;
+    if (state == nullptr) {
+      if (!written) ReadLocal(tensor, "");
+      return;
+    }
+    FSDPParamGroup& group = *state->group();
     if (found.is_shard) {
+      const int param = group.FindShard(found.segment, tensor.storage_offset());
       if (written) {
-        WriteShard(*state, state->group()->FindShard(found.segment,
-                                                     tensor.storage_offset()));
+        WriteShard(*state, param);
+      } else {
+        ReadLocal(tensor, group.params()[param].fqn);
       }
       return;
     }
-    const int param =
-        state->group()->FindParam(found.segment, tensor.storage_offset());
+    const int param = group.FindParam(found.segment, tensor.storage_offset());
     TORCH_CHECK_VALUE(
-        !written, op_.schema().name(), " writes the whole parameter '",
-        state->group()->params()[param].fqn,
-        "', which is sharded: the change would be lost. Change the shard that "
-        "module->parameters() holds instead, or load whole values with "
-        "composable::load_full_state_dict.");
+        !written, Name(), " writes the whole parameter '",
+        group.params()[param].fqn,
+        "', which is sharded: the change would be lost. Initialise a module "
+        "before fully_shard, change the shard that module->parameters() "
+        "holds, or load whole values with composable::load_full_state_dict.");
     for (auto& read : reads_) {
       if (read.state == state) {
         read.params.push_back(param);
@@ -59,8 +96,25 @@ class Touches {
   }
 
   // Gathers what is read.
-  void Run() {
+  void Before() {
     while (!reads_.empty()) RunTree();
+    ++guarded_operators;
+    counted_ = true;
+  }
+
+  // Looks at the results, which are on `stack`.
+  void After(const torch::jit::Stack& stack) {
+    if (!reads_local_) return;
+    const auto results = torch::jit::last(stack, op_.schema().returns().size());
+    for (const c10::IValue& result : results) {
+      if (result.isTensor()) {
+        AfterTensor(result.toTensor());
+      } else if (result.isTensorList()) {
+        for (const at::Tensor& tensor : result.toTensorList()) {
+          AfterTensor(tensor);
+        }
+      }
+    }
   }
 
  private:
@@ -69,16 +123,77 @@ class Touches {
     absl::InlinedVector<int, 4> params;
   };
 
-  static void WriteShard(FSDPState& state, int param) {
+  const std::string& Name() const { return op_.schema().name(); }
+
+  void WriteShard(FSDPState& state, int param) {
+    const FSDPParam& written = state.group()->params()[param];
+    const bool by_size = Name() == "aten::eye";
+    TORCH_CHECK_VALUE(
+        AllowShardMath::IsAllowed() ||
+            !(by_size || op_.hasTag(at::Tag::nondeterministic_seeded)),
+        Name(), " fills the shard of parameter '", written.fqn,
+        "', which is this rank's rows only: ",
+        by_size ? "what it writes depends on the whole size"
+                : "ranks with one seed would draw equal rows",
+        ". Initialise a module before fully_shard, or a whole tensor and load "
+        "it with composable::load_full_state_dict. To fill the rows anyway, "
+        "hold a composable::AllowShardMath.");
     const auto lock = state.LockTree();
     state.group()->MarkDirty(param);
+  }
+
+  // `fqn`: of the shard; empty for a gradient or a copy of one.
+  void ReadLocal(const at::Tensor& tensor, const std::string& fqn) {
+    reads_local_ = true;
+    if (AllowShardMath::IsAllowed()) return;
+    if (fqn_.empty()) fqn_ = fqn;
+    TORCH_CHECK_VALUE(
+        !SumsOver(Name()), Name(), " reads ", Local(),
+        ", which is this rank's rows only: the result would be about this rank "
+        "alone. For a norm or clipping of gradients use "
+        "composable::clip_grad_norm_, for whole values "
+        "composable::full_state_dict. An optimizer that looks across elements, "
+        "such as LBFGS, can't work on shards. To compute with the rows anyway, "
+        "hold a composable::AllowShardMath.");
+    TORCH_CHECK_VALUE(
+        !fqn.empty() || !tensor.requires_grad() || !tensor.is_leaf(), Name(),
+        " reads a parameter that is a copy of a shard, so this rank's rows "
+        "only: its module was cloned from a sharded one. Clone a module before "
+        "fully_shard, or construct another one and load it with "
+        "composable::load_full_state_dict(copy, "
+        "composable::full_state_dict(module)).");
+    if (!fqn.empty() && tensor.requires_grad() && c10::GradMode::is_enabled()) {
+      read_shard_ = tensor;
+    }
+  }
+
+  void AfterTensor(const at::Tensor& result) const {
+    if (!result.defined()) return;
+    if (Name() == "aten::clone") internal::AddGuard(result);
+    TORCH_CHECK_VALUE(
+        !read_shard_.defined() || !result.requires_grad() ||
+            result.is_same(read_shard_),
+        Name(), " of a graph reads ", Local(),
+        ", which is this rank's rows only. In forward use the module's member, "
+        "which is the whole parameter (modules that look parameters up by name "
+        "need one). To print or copy whole values use "
+        "composable::full_state_dict; to print the rows, a "
+        "torch::NoGradGuard. Convert a module with to() before fully_shard. "
+        "For a penalty over shards hold a composable::AllowShardMath.");
+  }
+
+  std::string Local() const {
+    return fqn_.empty() ? "the gradient or a copy of a shard"
+                        : "the shard of parameter '" + fqn_ + "'";
   }
 
   // Takes the reads of one tree out of reads_ and serves them.
   void RunTree() {
     const auto context = LazyInit(*reads_.front().state);
     const std::lock_guard<std::recursive_mutex> lock(context->mutex);
-    const bool backward = torch::autograd::get_current_graph_task_id() != -1;
+    const int task = torch::autograd::get_current_graph_task_id();
+    const bool backward = task != -1;
+    EnterOperator(context, task);
     absl::InlinedVector<FSDPState*, 4> needed;
     absl::InlinedVector<Read, 2> others;
     absl::InlinedVector<Read, 2> mine;
@@ -103,8 +218,36 @@ class Touches {
     }
   }
 
+  // From now on, until the operator ends, what it reads may not be freed by
+  // another thread.
+  void EnterOperator(const std::shared_ptr<FSDPStateContext>& context,
+                     int task) {
+    const auto self = std::this_thread::get_id();
+    const bool alone = context->operators_running == 0 ||
+                       context->operator_thread == self ||
+                       (task != -1 && context->operator_task == task);
+    TORCH_CHECK_VALUE(
+        alone, "Two threads use one tree of sharded modules at once: ", Name(),
+        " reads '",
+        reads_.front()
+            .state->group()
+            ->params()[reads_.front().params.front()]
+            .fqn,
+        "' while an operator of another thread is running. Use a tree from one "
+        "thread at a time, or shard one copy of the module for each thread.");
+    ++context->operators_running;
+    context->operator_thread = self;
+    context->operator_task = task;
+    trees_.push_back(context);
+  }
+
   const c10::OperatorHandle& op_;
   absl::InlinedVector<Read, 2> reads_;
+  absl::InlinedVector<std::shared_ptr<FSDPStateContext>, 1> trees_;
+  bool counted_ = false;
+  bool reads_local_ = false;
+  std::string fqn_;        // of a shard that is read
+  at::Tensor read_shard_;  // in grad mode, and requires a gradient
 };
 
 void GuardFallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -130,12 +273,13 @@ void GuardFallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
       }
     }
   }
-  touches.Run();
+  touches.Before();
   const c10::impl::ExcludeDispatchKeyGuard below(
       c10::DispatchKeySet{internal::kGuardKey});
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER,
                                                 internal::kGuardKey),
                      stack);
+  touches.After(*stack);
 }
 
 TORCH_LIBRARY_IMPL(_, DeferredInit, m) {
@@ -143,4 +287,7 @@ TORCH_LIBRARY_IMPL(_, DeferredInit, m) {
 }
 
 }  // namespace
+
+bool InGuardedOperator() { return guarded_operators > 0; }
+
 }  // namespace composable

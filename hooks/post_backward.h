@@ -16,7 +16,12 @@ namespace composable {
 // the whole parameters, and issues the reduce-scatter, or keeps the gradients
 // if the state does not sync. Waits first for the reduction before it, whose
 // buffer it takes.
-void PostBackward(const std::shared_ptr<FSDPState>& state,
-                  std::vector<at::Tensor> gradients);
+//
+// Returns what autograd is to pass on to each shard: nothing, but in
+// autograd::grad the reduced gradients of those that were asked for, after
+// waiting for them. In backward(inputs = ...) only the shards in `inputs` get a
+// gradient; with none of them there, but members, throws c10::ValueError.
+std::vector<at::Tensor> PostBackward(const std::shared_ptr<FSDPState>& state,
+                                     std::vector<at::Tensor> gradients);
 
 }  // namespace composable

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <memory>
+#include <mutex>
 #include <utility>
 
 #include "hooks/post_forward.h"
@@ -11,10 +12,36 @@
 
 namespace composable {
 
+namespace {
+
+// Held by the graph task that ends the backward of a tree.
+struct RunningBackward {
+  std::weak_ptr<FSDPStateContext> tree;
+  bool ended = false;
+
+  explicit RunningBackward(const std::shared_ptr<FSDPStateContext>& context)
+      : tree(context) {}
+  RunningBackward(const RunningBackward&) = delete;
+  RunningBackward& operator=(const RunningBackward&) = delete;
+  // The task was dropped because a node of it threw.
+  ~RunningBackward() {
+    const auto context = ended ? nullptr : tree.lock();
+    if (context == nullptr) return;
+    const std::lock_guard<std::recursive_mutex> lock(context->mutex);
+    if (context->running_backward.expired() &&
+        (context->training_state == TrainingState::kPreBackward ||
+         context->training_state == TrainingState::kPostBackward)) {
+      AbortPass(*context);
+    }
+  }
+};
+
+}  // namespace
+
 void EnterBackward(const std::shared_ptr<FSDPStateContext>& context) {
   if (context->training_state == TrainingState::kIdle ||
       context->training_state == TrainingState::kForward) {
-    context->training_state = TrainingState::kPreBackward;
+    Transition(&context->training_state, TreeEvent::kBeginBackward);
     context->current.clear();
     context->forward_order.Commit();
     if (context->seed_backward_order) {
@@ -27,11 +54,15 @@ void EnterBackward(const std::shared_ptr<FSDPStateContext>& context) {
     }
   }
   if (!context->running_backward.expired()) return;
-  const auto running = std::make_shared<char>();
+  const auto running = std::make_shared<RunningBackward>(context);
   context->running_backward = running;
-  std::weak_ptr<FSDPStateContext> weak = context;
-  torch::autograd::Engine::get_default_engine().queue_callback([weak, running] {
-    if (const auto context = weak.lock()) RootPostBackward(*context);
+  torch::autograd::Engine::get_default_engine().queue_callback([running] {
+    running->ended = true;
+    const auto tree = running->tree.lock();
+    if (tree == nullptr) return;
+    const std::lock_guard<std::recursive_mutex> lock(tree->mutex);
+    // Else something threw, was caught, and has ended the pass.
+    if (tree->running_backward.lock() == running) RootPostBackward(*tree);
   });
 }
 
@@ -40,6 +71,7 @@ void PreBackward(const std::shared_ptr<FSDPStateContext>& context,
   EnterBackward(context);
   const bool recompute = c10::GradMode::is_enabled();
   if (IsCurrent(*context, needed, recompute)) return;
+  AbortOnError abort(*context);
   if (!recompute) PostForward(*context, needed);
   PassOrder& order = context->backward_order;
   for (const FSDPState* state : needed) {
@@ -52,6 +84,7 @@ void PreBackward(const std::shared_ptr<FSDPStateContext>& context,
   }
   WaitUnshard(*context, needed);
   SetCurrent(*context, needed, recompute);
+  abort.Cancel();
 }
 
 }  // namespace composable

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "hooks/post_forward.h"
+#include "hooks/root_post_backward.h"
 #include "hooks/root_pre_forward.h"
 
 namespace composable {
@@ -13,6 +14,7 @@ void PreForward(FSDPStateContext& context, FSDPStates needed) {
   RootPreForward(context);
   const bool training = c10::GradMode::is_enabled();
   if (IsCurrent(context, needed, training)) return;
+  AbortOnError abort(context);
   PostForward(context, needed);
   PassOrder& order = context.forward_order;
   for (const FSDPState* state : needed) {
@@ -23,6 +25,7 @@ void PreForward(FSDPStateContext& context, FSDPStates needed) {
   if (context.options.forward_prefetch()) Prefetch(context, needed, order);
   WaitUnshard(context, needed);
   SetCurrent(context, needed, training);
+  abort.Cancel();
 }
 
 }  // namespace composable

@@ -19,4 +19,12 @@ void IssueReduction(FSDPStateContext& context, FSDPState& state) {
   context.Trace(TraceEvent::kReduce, state);
 }
 
+std::vector<at::Tensor> ReduceNow(FSDPStateContext& context, FSDPState& state) {
+  ++context.stats.num_reductions;
+  context.Trace(TraceEvent::kReduce, state);
+  auto gradients = state.reduction()->ReduceNow(context.pool);
+  context.Trace(TraceEvent::kReduceWait, state);
+  return gradients;
+}
+
 }  // namespace composable

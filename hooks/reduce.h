@@ -7,6 +7,10 @@
 // The mutex of the context must be held.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
 #include "state/fsdp_state.h"
 
 namespace composable {
@@ -16,5 +20,9 @@ void FinishReduction(FSDPStateContext& context);
 
 // Issues the reduction of what `state` has packed.
 void IssueReduction(FSDPStateContext& context, FSDPState& state);
+
+// Reduces what `state` has packed and returns the rows of each parameter,
+// instead of adding them to the shards' gradients.
+std::vector<at::Tensor> ReduceNow(FSDPStateContext& context, FSDPState& state);
 
 }  // namespace composable

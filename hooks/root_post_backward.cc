@@ -1,6 +1,7 @@
 #include "hooks/root_post_backward.h"
 
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "hooks/reduce.h"
@@ -17,14 +18,13 @@ void ReshardAll(FSDPStateContext& context) {
   }
   context.pool.Purge();
   context.current.clear();
-  context.training_state = TrainingState::kIdle;
   context.running_backward.reset();
 }
 
 }  // namespace
 
 void RootPostBackward(FSDPStateContext& context) {
-  const std::lock_guard<std::recursive_mutex> lock(context.mutex);
+  AbortOnError abort(context);
   FinishReduction(context);
   for (FSDPState* state : context.states) {
     if (state == nullptr || state->group() == nullptr ||
@@ -39,14 +39,20 @@ void RootPostBackward(FSDPStateContext& context) {
   context.backward_order.Commit();
   context.seed_backward_order = true;
   ReshardAll(context);
+  Transition(&context.training_state, TreeEvent::kEndPass);
+  abort.Cancel();
 }
 
-void AbortBackward(FSDPStateContext& context) {
+void AbortPass(FSDPStateContext& context) noexcept {
+  // An observer that throws has been heard already.
+  TraceObserver muted = std::exchange(context.observer, nullptr);
   if (context.reducing != nullptr) {
     context.reducing->reduction()->Abandon(context.pool);
     context.reducing = nullptr;
   }
   ReshardAll(context);
+  Transition(&context.training_state, TreeEvent::kAbort);
+  context.observer = std::move(muted);
 }
 
 }  // namespace composable

@@ -10,11 +10,28 @@ namespace composable {
 // Runs as the engine's callback: waits for the last reduction, reduces what was
 // kept without sync and belongs to groups that this backward did not reach,
 // frees all whole parameters, including those gathered in vain, and gives the
-// buffers' memory back. Gradients of all shards are set on return.
+// buffers' memory back. Gradients of all shards are set on return. The context's
+// mutex must be held.
 void RootPostBackward(FSDPStateContext& context);
 
-// The same after an exception: waits for what is in flight, drops it, and
-// leaves the tree idle and sharded. The context's mutex must be held.
-void AbortBackward(FSDPStateContext& context);
+// The same after an exception, in forward or backward: waits for what is in
+// flight, drops it, and leaves the tree idle and sharded. The context's mutex
+// must be held.
+void AbortPass(FSDPStateContext& context) noexcept;
+
+// Aborts the pass when a scope is left by an exception.
+class AbortOnError {
+ public:
+  explicit AbortOnError(FSDPStateContext& context) : context_(&context) {}
+  ~AbortOnError() {
+    if (context_ != nullptr) AbortPass(*context_);
+  }
+  AbortOnError(const AbortOnError&) = delete;
+  AbortOnError& operator=(const AbortOnError&) = delete;
+  void Cancel() { context_ = nullptr; }
+
+ private:
+  FSDPStateContext* context_;
+};
 
 }  // namespace composable

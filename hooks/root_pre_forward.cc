@@ -102,11 +102,17 @@ std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state) {
   }
   auto context = std::make_shared<FSDPStateContext>();
   TreeBuilder builder(context);
-  for (const auto& module : root->modules()) builder.Visit(*module, "");
+  for (const auto& module : root->modules()) {
+    builder.Visit(*module, "");
+    context->roots.push_back(module);
+  }
   if (state.context == nullptr) {
     // The module was taken out of the tree since, or is used by a list whose
     // first module is gone: it is a tree of its own.
     context = std::make_shared<FSDPStateContext>();
+    for (const auto& module : state.modules()) {
+      context->roots.push_back(module);
+    }
     state.context = context;
     state.id = 0;
     context->states.push_back(&state);
@@ -130,24 +136,23 @@ void RootPreForward(FSDPStateContext& context) {
     case TrainingState::kPreBackward:
     case TrainingState::kPostBackward:
       TORCH_CHECK_VALUE(
-          context.running_backward.expired(),
+          false,
           "A forward of sharded modules has started in one thread while their "
           "backward runs in another. Use a tree of sharded modules from one "
           "thread at a time.");
-      AbortBackward(context);
-      break;
     case TrainingState::kIdle:
       break;
   }
-  context.training_state = TrainingState::kForward;
-  context.current.clear();
-  context.forward_order.Begin();
+  context.snapshot.Check(context.roots);
   for (FSDPState* state : context.states) {
     if (state == nullptr || state->group() == nullptr) continue;
-    state->group()->CheckShards();
+    state->group()->CheckParams();
     const auto count = static_cast<int>(state->group()->params().size());
     for (int i = 0; i < count; ++i) SyncGradientEdge(context, *state, i);
   }
+  Transition(&context.training_state, TreeEvent::kBeginForward);
+  context.current.clear();
+  context.forward_order.Begin();
 }
 
 void ResetTree(const std::shared_ptr<FSDPStateContext>& context) {
@@ -156,7 +161,7 @@ void ResetTree(const std::shared_ptr<FSDPStateContext>& context) {
       context->running_backward.expired(),
       "fully_shard: a backward through modules that are being sharded is "
       "running. Shard all modules before training.");
-  AbortBackward(*context);
+  AbortPass(*context);
   for (FSDPState* state : context->states) {
     if (state == nullptr) continue;
     state->id = -1;

@@ -74,7 +74,8 @@ void WaitUnshard(FSDPStateContext& context, FSDPStates needed) {
     try {
       group.WaitUnshard(context.pool);
     } catch (...) {
-      context.AccountFreed(*state, ShardedState::kUnsharding);
+      context.AccountFreed(*state, ShardedState::kUnsharding,
+                           GroupEvent::kFailUnshard);
       throw;
     }
     context.AccountWaited();

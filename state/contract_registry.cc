@@ -57,11 +57,19 @@ void ContractRegistry::Add(
       tables_->modules.erase(present);
     }
   }
+  // What may throw comes first.
+  std::vector<Entry> added;
+  std::vector<ModuleEntries*> slots;
+  tables_->modules.reserve(tables_->modules.size() + modules.size());
   for (const auto& module : modules) {
     auto& slot = tables_->modules[module.get()];
     slot.module = module;
-    slot.entries.push_back(
-        {api, state, state->owned_by_modules() ? nullptr : state});
+    slot.entries.reserve(slot.entries.size() + 1);
+    slots.push_back(&slot);
+    added.push_back({api, state, state->owned_by_modules() ? nullptr : state});
+  }
+  for (size_t i = 0; i < added.size(); ++i) {
+    slots[i]->entries.push_back(std::move(added[i]));
   }
 }
 

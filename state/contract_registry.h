@@ -33,13 +33,18 @@ class ComposableState {
   // Whether something that lives as long as the modules owns this state. If
   // not, the registry does.
   virtual bool owned_by_modules() const { return false; }
+  // End of the application: it stays, or something threw after the state was
+  // made, and the modules are to be what they were.
+  virtual void Commit() noexcept {}
+  virtual void Rollback() noexcept {}
 };
 
 class ContractRegistry {
  public:
   static ContractRegistry& Get();
 
-  // Records that `api` was applied to `modules`, which share `state`.
+  // Records that `api` was applied to `modules`, which share `state`. Nothing
+  // is recorded if it throws.
   void Add(const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
            const std::string& api,
            const std::shared_ptr<ComposableState>& state);

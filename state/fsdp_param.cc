@@ -1,5 +1,7 @@
 #include "state/fsdp_param.h"
 
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -9,6 +11,7 @@ namespace composable {
 
 FSDPParam::FSDPParam(const OwnedParam& owned)
     : fqn(owned.name),
+      shared_name(std::make_shared<std::string>(owned.name)),
       slots(owned.slots),
       unsharded_(owned.parameter.getIntrusivePtr()),
       dtype_(owned.parameter.scalar_type()),
@@ -87,6 +90,14 @@ void FSDPParam::CopyRowsFrom(const at::Tensor& whole,
   if (local_.begin == local_.end) return;
   CopyElements(whole, local_.begin, local_.end,
                flat_shard.narrow(0, local_offset_, local_.end - local_.begin));
+}
+
+at::Tensor FSDPParam::RowsOf(const at::Tensor& whole) const {
+  const at::Tensor flat = at::empty({local_.end - local_.begin},
+                                    whole.options().layout(c10::kStrided));
+  CopyElements(whole, local_.begin, local_.end, flat);
+  return internal::MakeTensor(internal::StorageOf(flat), flat.scalar_type(),
+                              local_sizes_, local_strides_, 0);
 }
 
 at::Tensor FSDPParam::RowsIn(const at::Tensor& flat) const {

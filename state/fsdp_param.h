@@ -21,9 +21,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "state/compatibility.h"
 #include "state/shard_layout.h"
 
 namespace torch::nn {
@@ -65,6 +67,9 @@ class FSDPParam {
   void CopyRowsFrom(const at::Tensor& whole,
                     const at::Tensor& flat_shard) const;
 
+  // This rank's rows of `whole`, in memory of their own.
+  at::Tensor RowsOf(const at::Tensor& whole) const;
+
   // This rank's rows in `flat`, a flat shard or a flat reduced gradient: not a
   // view in autograd's sense.
   at::Tensor RowsIn(const at::Tensor& flat) const;
@@ -81,9 +86,21 @@ class FSDPParam {
   at::Tensor unsharded() const;
 
   std::string fqn;
+  // The same, for the errors of P, which may outlive this.
+  std::shared_ptr<std::string> shared_name;
   std::vector<ParameterSlot> slots;  // every entry that holds S
   at::Tensor sharded;                // S
+  NodePtr accumulator;               // of S; null if it can't have a gradient
   bool has_edge = false;             // P's gradients flow into the sink
+  bool warned_as_leaf = false;
+
+  // When a reduction set S.grad() last, by the group's write count and the
+  // version of S.grad(); see GradientReduction.
+  struct Filled {
+    uint64_t writes = 0;
+    int64_t version = 0;
+  };
+  std::optional<Filled> filled;
 
   int segment() const { return segment_; }
   int64_t numel() const { return numel_; }

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "state/shard_gradient.h"
 #include "state/storage_registry.h"
 #include "state/tensor_access.h"
 
@@ -22,6 +23,17 @@ size_t RoundUp(size_t bytes) {
          kSegmentAlignment;
 }
 
+std::string MemberGradientMessage(const std::string& fqn) {
+  return "The gradient of '" + fqn +
+         "' was asked for through the module's member, which is the whole "
+         "parameter. Its reduced gradient, for this rank's rows, is in "
+         "module->named_parameters()[\"" +
+         fqn +
+         "\"].grad(). If an optimizer asked, it was built from members or "
+         "before fully_shard: build it afterwards from module->parameters(), "
+         "or move it with composable::rebind(optimizer, module).";
+}
+
 }  // namespace
 
 FSDPParamGroup::FSDPParamGroup(const std::vector<OwnedParam>& owned,
@@ -32,7 +44,6 @@ FSDPParamGroup::FSDPParamGroup(const std::vector<OwnedParam>& owned,
   const at::NoGradGuard no_grad;
   for (const auto& parameter : owned) params_.emplace_back(parameter);
   BuildSegments();
-  TakeOver();
 }
 
 FSDPParamGroup::~FSDPParamGroup() {
@@ -73,60 +84,103 @@ void FSDPParamGroup::BuildSegments() {
     for (size_t k = 0; k < segment.params.size(); ++k) {
       FSDPParam& param = params_[segment.params[k]];
       param.Place(static_cast<int>(s), k, segment.layout, communicator_.rank());
-      param.CopyRowsFrom(param.unsharded().detach(), segment.flat_shard);
+      MakeShard(param, segment);
     }
   }
 }
 
-void FSDPParamGroup::TakeOver() {
-  for (auto& segment : segments_) {
-    auto storage = internal::MakeEmptyStorage(segment.layout.unsharded_numel() *
-                                              c10::elementSize(segment.dtype));
-    segment.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(storage);
-    for (const int i : segment.params) {
-      FSDPParam& param = params_[i];
-      at::Tensor whole = param.unsharded();
-      param.sharded = param.RowsIn(segment.flat_shard);
-      param.sharded.set_requires_grad(whole.requires_grad());
-      if (whole.grad().defined()) {
-        const at::Tensor flat = at::zeros_like(segment.flat_shard);
-        param.CopyRowsFrom(whole.grad().to_dense(), flat);
-        param.sharded.mutable_grad() = param.RowsIn(flat);
-        whole.mutable_grad().reset();
-      }
-      internal::AddGuard(param.sharded);
-      if (whole.storage().use_count() > 1) {
-        TORCH_WARN("fully_shard: parameter '", param.fqn,
-                   "' shares its memory with another tensor, such as a view "
-                   "taken before: that memory stays, and later changes of the "
-                   "parameter do not reach it.");
-      }
-      internal::MoveIntoStorage(whole, param.WholeIn(storage));
-      for (const auto& slot : param.slots) {
-        internal::Parameters(*slot.module.lock())[slot.key] = param.sharded;
-      }
-    }
-    new_storages_.push_back(std::move(storage));
+void FSDPParamGroup::MakeShard(FSDPParam& param, const Segment& segment) {
+  const at::Tensor whole = param.unsharded();
+  param.CopyRowsFrom(whole.detach(), segment.flat_shard);
+  param.sharded = param.RowsIn(segment.flat_shard);
+  param.sharded.set_requires_grad(whole.requires_grad());
+  if (whole.grad().defined()) {
+    at::Tensor rows = param.RowsOf(whole.grad().to_dense());
+    internal::AddGuard(rows);
+    param.sharded.mutable_grad() = std::move(rows);
+  }
+  internal::AddGuard(param.sharded);
+  if (c10::isFloatingType(segment.dtype)) {
+    param.accumulator = MakeShardAccumulator(param.sharded);
   }
 }
 
 void FSDPParamGroup::Attach(const std::shared_ptr<FSDPState>& state,
                             std::function<NodePtr()> make_sink) {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
   make_sink_ = std::move(make_sink);
-  const NodePtr sink = Sink();  // one for all parameters
+  try {
+    for (size_t s = 0; s < segments_.size(); ++s) {
+      Segment& segment = segments_[s];
+      auto storage = internal::MakeEmptyStorage(
+          segment.layout.unsharded_numel() * c10::elementSize(segment.dtype));
+      segment.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(storage);
+      new_storages_.push_back(storage);
+      internal::SetOwner(*storage, state);
+      RegisterGuardedStorage(storage.get(),
+                             {state, static_cast<int>(s), /*is_shard=*/false});
+      RegisterGuardedStorage(
+          segment.flat_shard.storage().unsafeGetStorageImpl(),
+          {state, static_cast<int>(s), /*is_shard=*/true});
+    }
+    TakeOver();
+    const NodePtr sink = Sink();  // one for all parameters
+    for (size_t i = 0; i < params_.size(); ++i) {
+      SyncGradientEdge(static_cast<int>(i));
+    }
+    SetNames("");
+  } catch (...) {
+    UndoAttach();
+    throw;
+  }
+}
+
+void FSDPParamGroup::TakeOver() {
+  originals_.reserve(params_.size());
   for (size_t i = 0; i < params_.size(); ++i) {
-    SyncGradientEdge(static_cast<int>(i));
+    FSDPParam& param = params_[i];
+    const at::Tensor whole = param.unsharded();
+    if (whole.storage().use_count() > 1) {
+      TORCH_WARN("fully_shard: parameter '", param.fqn,
+                 "' shares its memory with another tensor, such as a view "
+                 "taken before: that memory stays, and later changes of the "
+                 "parameter do not reach it.");
+    }
+    internal::TensorBody body{
+        param.WholeIn(new_storages_[param.segment()]),
+        internal::MakeMemberAutograd([name = param.shared_name] {
+          return MemberGradientMessage(*name);
+        })};
+    internal::TensorBody original = internal::BodyOf(whole);
+    internal::ExchangeBody(whole, body);
+    internal::AddGuard(whole);
+    original.autograd = std::move(body.autograd);
+    internal::MoveHooks(original.autograd.get(), param.sharded);
+    originals_.push_back(std::move(original));
+    for (const auto& slot : param.slots) {
+      internal::Parameters(*slot.module.lock())[slot.key] = param.sharded;
+    }
   }
-  for (size_t s = 0; s < segments_.size(); ++s) {
-    internal::SetOwner(*new_storages_[s], state);
-    RegisterGuardedStorage(new_storages_[s].get(),
-                           {state, static_cast<int>(s), /*is_shard=*/false});
-    RegisterGuardedStorage(
-        segments_[s].flat_shard.storage().unsafeGetStorageImpl(),
-        {state, static_cast<int>(s), /*is_shard=*/true});
-  }
+}
+
+void FSDPParamGroup::CommitAttach() noexcept {
+  originals_.clear();
   new_storages_.clear();
-  SetNames("");
+}
+
+void FSDPParamGroup::UndoAttach() noexcept {
+  for (size_t i = 0; i < originals_.size(); ++i) {
+    FSDPParam& param = params_[i];
+    const at::Tensor whole = param.unsharded();
+    for (const auto& slot : param.slots) {
+      internal::Parameters(*slot.module.lock())[slot.key] = whole;
+    }
+    internal::MoveHooks(param.sharded, originals_[i].autograd.get());
+    internal::ExchangeBody(whole, originals_[i]);
+  }
+  originals_.clear();
+  new_storages_.clear();
 }
 
 NodePtr FSDPParamGroup::Sink() {
@@ -140,6 +194,9 @@ NodePtr FSDPParamGroup::Sink() {
       sink->add_input_metadata(torch::autograd::Node::undefined_input());
     }
   }
+  torch::autograd::edge_list shards;
+  for (const auto& param : params_) shards.emplace_back(param.accumulator, 0);
+  sink->set_next_edges(std::move(shards));
   sink_ = WeakNodePtr(sink);
   return sink;
 }
@@ -215,6 +272,7 @@ void FSDPParamGroup::Reshard(BufferPool& pool) {
 
 void FSDPParamGroup::MarkDirty(int param) {
   dirty_ = true;
+  ++writes_;
   const at::Tensor whole = params_[param].unsharded();
   if (whole.defined()) internal::BumpVersion(whole);
   for (const auto& gather : gathers_) gather->Wait();  // it reads the shard
@@ -224,26 +282,74 @@ void FSDPParamGroup::MarkAllDirty() {
   for (size_t i = 0; i < params_.size(); ++i) MarkDirty(static_cast<int>(i));
 }
 
-void FSDPParamGroup::CheckShards() const {
+void FSDPParamGroup::SetShardData(int index, const at::Tensor& data) {
+  FSDPParam& param = params_[index];
+  const Segment& segment = segments_[param.segment()];
+  const bool is_rows = data.sizes() == param.local_sizes();
+  TORCH_CHECK_VALUE(data.device().is_cpu() && data.layout() == c10::kStrided &&
+                        data.scalar_type() == segment.dtype &&
+                        (is_rows || data.sizes() == param.sizes()),
+                    "The shard of parameter '", param.fqn,
+                    "' was to be given other memory: "
+                    "expected ",
+                    segment.dtype, " of sizes ", param.local_sizes(),
+                    " (this rank's rows) or ", param.sizes(),
+                    " (the whole parameter) on "
+                    "the CPU, got ",
+                    data.scalar_type(), " of sizes ", data.sizes(), " on ",
+                    data.device(),
+                    ". Convert or move a module with to() before fully_shard.");
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  MarkDirty(index);
+  if (is_rows) {
+    param.RowsIn(segment.flat_shard).copy_(data);
+  } else {
+    param.CopyRowsFrom(data, segment.flat_shard);
+  }
+}
+
+void FSDPParamGroup::CheckParams() const {
   for (const auto& param : params_) {
     const Segment& segment = segments_[param.segment()];
     const at::Tensor& shard = param.sharded;
-    if (shard.storage().is_alias_of(segment.flat_shard.storage()) &&
-        shard.scalar_type() == segment.dtype &&
-        shard.storage_offset() == param.local_offset() &&
-        shard.sizes() == param.local_sizes()) {
+    TORCH_CHECK_VALUE(
+        shard.storage().is_alias_of(segment.flat_shard.storage()) &&
+            shard.scalar_type() == segment.dtype &&
+            shard.storage_offset() == param.local_offset() &&
+            shard.sizes() == param.local_sizes(),
+        "The shard of parameter '", param.fqn,
+        "' points to other memory: "
+        "expected ",
+        segment.dtype, " of sizes ", param.local_sizes(),
+        " in its group's flat shard, got ", shard.scalar_type(), " of sizes ",
+        shard.sizes(),
+        "; the values would never reach the module. Write into "
+        "the shard with copy_, or load whole values with "
+        "composable::load_full_state_dict.");
+    const at::Tensor whole = param.unsharded();
+    if (!whole.defined()) {
+      const bool used = std::any_of(
+          param.slots.begin(), param.slots.end(),
+          [](const ParameterSlot& slot) { return !slot.module.expired(); });
+      TORCH_CHECK_VALUE(
+          !used, "No member holds parameter '", param.fqn,
+          "' any more: it was "
+          "assigned another tensor after fully_shard, which is neither sharded "
+          "nor trained. Change values with composable::load_full_state_dict, "
+          "and replace parameters before fully_shard.");
       continue;
     }
     TORCH_CHECK_VALUE(
-        false, "The shard of parameter '", param.fqn,
-        "' was given other memory: expected ", segment.dtype, " of sizes ",
-        param.local_sizes(), " in its group's flat shard, got ",
-        shard.scalar_type(), " of sizes ", shard.sizes(),
-        ". set_data does that, and so do torch::load into a sharded module, "
-        "Module::to(dtype) and vector_to_parameters; the values would never "
-        "reach the module. Write into the shard with copy_, load whole values "
-        "with composable::load_full_state_dict, and convert a module before "
-        "fully_shard.");
+        internal::HasGuard(whole) &&
+            whole.storage().unsafeGetStorageImpl() ==
+                segment.storage._unsafe_get_target() &&
+            whole.storage_offset() == param.offset() &&
+            whole.sizes() == param.sizes(),
+        "The member that holds parameter '", param.fqn,
+        "' was given other "
+        "memory, which is neither sharded nor trained. Change values with "
+        "composable::load_full_state_dict.");
   }
 }
 
@@ -265,6 +371,7 @@ bool FSDPParamGroup::has_gradient_edges() const {
 
 void FSDPParamGroup::SetNames(const std::string& group_fqn) {
   constexpr size_t kNamed = 8;
+  for (const auto& param : params_) *param.shared_name = param.fqn;
   for (const auto& segment : segments_) {
     const auto storage = segment.storage.lock();
     if (!storage) continue;

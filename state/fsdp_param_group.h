@@ -35,6 +35,7 @@
 #include "state/compatibility.h"
 #include "state/fsdp_param.h"
 #include "state/shard_layout.h"
+#include "state/tensor_access.h"
 #include "state/training_state.h"
 
 namespace composable {
@@ -55,22 +56,26 @@ class FSDPParamGroup {
     size_t buffer_offset = 0;  // of this segment in the group's buffer
   };
 
-  // Takes the parameters over: their registry entries become shards, their
-  // memory is released. Every rank must pass equal parameters. Needs the memory
-  // of this rank's shards on top of the parameters.
+  // Copies this rank's rows. Every rank must pass equal parameters. Needs the
+  // memory of this rank's shards on top of the parameters.
   FSDPParamGroup(const std::vector<OwnedParam>& owned,
                  Communicator communicator);
   ~FSDPParamGroup();
   FSDPParamGroup(const FSDPParamGroup&) = delete;
   FSDPParamGroup& operator=(const FSDPParamGroup&) = delete;
 
-  // Second part of the take-over, when the state that owns this group exists:
-  // registers the storages, hands ownership to them and connects the
-  // parameters to a node from `make_sink`, whose input i is the gradient of
-  // parameter i. A node is made again when parameters are unfrozen after all
-  // were frozen and the last one is gone.
+  // Takes the parameters over, when the state that owns this group exists:
+  // their registry entries become shards, they become views of storages that
+  // own the state, and their gradients flow into a node from `make_sink`, whose
+  // input i is the gradient of parameter i. A node is made again when
+  // parameters are unfrozen after all were frozen and the last one is gone.
+  // If it throws, the parameters are as they were.
   void Attach(const std::shared_ptr<FSDPState>& state,
               std::function<NodePtr()> make_sink);
+  // Ends Attach: releases the parameters' former memory, or gives all of them
+  // back what they were. After the latter the group is of no use.
+  void CommitAttach() noexcept;
+  void UndoAttach() noexcept;
 
   // kSharded -> kUnsharding. A later gather replaces the values of an earlier
   // one, so a group that is stale is resharded first.
@@ -89,6 +94,13 @@ class FSDPParamGroup {
   void MarkDirty(int param);
   void MarkAllDirty();
   bool dirty() const { return dirty_; }
+  // How often shards were marked.
+  uint64_t writes() const { return writes_; }
+
+  // What set_data on the shard of parameter `index` means: `data` is this
+  // rank's rows, or the whole parameter, and is copied. Throws c10::ValueError
+  // if it is neither.
+  void SetShardData(int index, const at::Tensor& data);
 
   // Follows what the user last asked of parameter `index` with
   // requires_grad_() on its shard. True if that changed.
@@ -104,8 +116,9 @@ class FSDPParamGroup {
   at::Tensor GatheredValue(const FSDPParam& param) const;
 
   // Throws c10::ValueError, naming the parameter, if a shard no longer points
-  // into its flat shard.
-  void CheckShards() const;
+  // into its flat shard, or a member that still exists is not the whole
+  // parameter any more.
+  void CheckParams() const;
 
   // The parameter that a view of the unsharded storage, or of the flat shard,
   // belongs to.
@@ -121,6 +134,7 @@ class FSDPParamGroup {
 
  private:
   void BuildSegments();
+  void MakeShard(FSDPParam& param, const Segment& segment);
   void TakeOver();
   NodePtr Sink();
   // What a gather writes and reads. As bytes, so that every dtype can be
@@ -135,11 +149,13 @@ class FSDPParamGroup {
   size_t unsharded_bytes_ = 0;
   std::function<NodePtr()> make_sink_;
   WeakNodePtr sink_{NodePtr()};  // it holds the state
-  // Storages between construction and Attach().
+  // Between Attach() and its end: what the parameters were, and their storages.
+  std::vector<internal::TensorBody> originals_;
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> new_storages_;
 
   ShardedState sharded_state_ = ShardedState::kSharded;
   bool dirty_ = false;  // a shard changed since the last gather was issued
+  uint64_t writes_ = 0;
   BufferPool::Buffer* buffer_ = nullptr;       // while not kSharded
   std::vector<PendingCollectivePtr> gathers_;  // while kUnsharding
 };

@@ -14,6 +14,8 @@ void FSDPStateContext::Trace(TraceEvent event, const FSDPState& state) const {
 }
 
 void FSDPStateContext::AccountIssued(FSDPState& state) {
+  CheckGroupTransition(training_state, ShardedState::kSharded,
+                       GroupEvent::kIssueUnshard);
   const auto bytes = static_cast<int64_t>(state.group()->unsharded_bytes());
   ++stats.num_gathers;
   stats.gathered_bytes += bytes;
@@ -26,9 +28,15 @@ void FSDPStateContext::AccountIssued(FSDPState& state) {
   resident.push_back(&state);
 }
 
-void FSDPStateContext::AccountWaited() { --stats.gathers_in_flight; }
+void FSDPStateContext::AccountWaited() {
+  CheckGroupTransition(training_state, ShardedState::kUnsharding,
+                       GroupEvent::kFinishUnshard);
+  --stats.gathers_in_flight;
+}
 
-void FSDPStateContext::AccountFreed(FSDPState& state, ShardedState before) {
+void FSDPStateContext::AccountFreed(FSDPState& state, ShardedState before,
+                                    GroupEvent event) {
+  CheckGroupTransition(training_state, before, event);
   if (before == ShardedState::kUnsharding) --stats.gathers_in_flight;
   stats.unsharded_param_bytes -=
       static_cast<int64_t>(state.group()->unsharded_bytes());
@@ -66,6 +74,17 @@ FSDPState::FSDPState(std::vector<std::shared_ptr<torch::nn::Module>> modules,
 
 FSDPState::~FSDPState() {
   if (context != nullptr) context->Forget(this);
+}
+
+void FSDPState::Commit() noexcept {
+  undo = nullptr;
+  if (group_ != nullptr) group_->CommitAttach();
+}
+
+void FSDPState::Rollback() noexcept {
+  if (undo != nullptr) undo();
+  undo = nullptr;
+  if (group_ != nullptr) group_->UndoAttach();
 }
 
 std::vector<std::shared_ptr<torch::nn::Module>> FSDPState::modules() const {

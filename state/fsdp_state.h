@@ -13,10 +13,13 @@
 // because an operator issued by a hook may itself touch a sharded parameter.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -28,6 +31,7 @@
 #include "state/pass_order.h"
 #include "state/trace.h"
 #include "state/training_state.h"
+#include "state/tree_snapshot.h"
 
 namespace composable {
 
@@ -48,7 +52,15 @@ class FSDPStateContext {
   // Those whose groups are not kSharded.
   std::vector<FSDPState*> resident;
 
+  // Operators that read whole parameters and have not ended: how many, and the
+  // thread and graph task of the last one.
+  std::atomic<int> operators_running = 0;
+  std::thread::id operator_thread;
+  int operator_task = -1;
+
   TrainingState training_state = TrainingState::kIdle;
+  std::vector<std::weak_ptr<torch::nn::Module>> roots;
+  TreeSnapshot snapshot;
   // The states whose parameters the last operator read.
   std::vector<FSDPState*> current;
   bool current_grad_mode = false;  // of that operator
@@ -72,11 +84,12 @@ class FSDPStateContext {
 
   void Trace(TraceEvent event, const FSDPState& state) const;
 
-  // Keep `stats` and `resident` right when the group of `state` has left
-  // kSharded, has been waited for, or has come back to kSharded from `before`.
+  // Check that the change of the group of `state`, from `before`, is legal, and
+  // keep `stats` and `resident` right.
   void AccountIssued(FSDPState& state);
   void AccountWaited();
-  void AccountFreed(FSDPState& state, ShardedState before);
+  void AccountFreed(FSDPState& state, ShardedState before,
+                    GroupEvent event = GroupEvent::kReshard);
 
   // A state of the tree is being destroyed.
   void Forget(FSDPState* state);
@@ -88,12 +101,17 @@ class FSDPState final : public ComposableState {
             FullyShardOptions options, std::unique_ptr<FSDPParamGroup> group);
   ~FSDPState() override;
   bool owned_by_modules() const override { return group_ != nullptr; }
+  void Commit() noexcept override;
+  void Rollback() noexcept override;
 
   // Null if the modules have no parameters of their own.
   FSDPParamGroup* group() const { return group_.get(); }
   GradientReduction* reduction() const { return reduction_.get(); }
   const FullyShardOptions& options() const { return options_; }
   std::vector<std::shared_ptr<torch::nn::Module>> modules() const;
+
+  // Gives back what the application changed beside this group.
+  std::function<void()> undo;
 
   // The tree; null before its first use.
   std::shared_ptr<FSDPStateContext> context;

@@ -4,12 +4,17 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <string>
 #include <utility>
 
+#include "state/shard_gradient.h"
 #include "state/tensor_access.h"
 
 namespace composable {
@@ -25,6 +30,17 @@ int64_t AlignUp(int64_t value, int64_t unit) {
 at::Tensor Slice(const at::Tensor& flat, int64_t begin, int64_t numel) {
   return internal::MakeTensor(internal::StorageOf(flat), flat.scalar_type(),
                               {numel}, {1}, flat.storage_offset() + begin);
+}
+
+// A graph through a reduction would be a collective of backward's backward.
+void RefuseToDifferentiate(const at::Tensor& gradient, const std::string& fqn) {
+  const NodePtr error = MakeNode<torch::autograd::Error>(
+      "The gradient of '" + fqn +
+      "' is a sum over ranks, which can't be differentiated: create_graph "
+      "reaches inputs and whole parameters only. For this rank's part of it "
+      "take torch::autograd::grad with respect to the module's member.");
+  error->add_input_metadata(gradient);
+  internal::SetGradientEdge(gradient, error, 0);
 }
 
 }  // namespace
@@ -74,6 +90,9 @@ void GradientReduction::Pack(std::vector<at::Tensor> gradients,
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(buffer_ == nullptr);
+  graph_wanted_ = std::any_of(
+      gradients.begin(), gradients.end(),
+      [](const at::Tensor& g) { return g.defined() && g.requires_grad(); });
   AbandonAtExit on_error(*this, pool);
   const int64_t world_size = group_.communicator().size();
   const auto bytes_of = [&](const Part& part) {
@@ -193,6 +212,15 @@ void GradientReduction::ClearPending() {
   pending_has_gradient_.clear();
 }
 
+void GradientReduction::IssueParts() {
+  for (auto& part : parts_) {
+    if (!part.payload.defined()) continue;
+    part.reduced = at::empty({part.chunk_numel}, part.payload.options());
+    in_flight_.push_back(
+        group_.communicator().ReduceScatter(part.reduced, part.payload));
+  }
+}
+
 size_t GradientReduction::Issue() {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
@@ -203,10 +231,7 @@ size_t GradientReduction::Issue() {
     if (!pending_.empty() && pending_[k].defined()) {
       part.payload.add_(pending_[k]);
     }
-    part.reduced = at::empty({part.chunk_numel}, part.payload.options());
     bytes += part.payload.nbytes();
-    in_flight_.push_back(
-        group_.communicator().ReduceScatter(part.reduced, part.payload));
   }
   if (!pending_.empty()) {
     for (size_t i = 0; i < has_gradient_.size(); ++i) {
@@ -214,6 +239,7 @@ size_t GradientReduction::Issue() {
     }
     ClearPending();
   }
+  IssueParts();
   return bytes;
 }
 
@@ -221,38 +247,82 @@ void GradientReduction::Finish(BufferPool& pool) {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   const AbandonAtExit always(*this, pool);
+  FinishParts([this](FSDPParam& param, at::Tensor rows) {
+    SetGradient(param, std::move(rows));
+  });
+}
+
+std::vector<at::Tensor> GradientReduction::ReduceNow(BufferPool& pool) {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  const AbandonAtExit always(*this, pool);
+  IssueParts();
+  std::vector<at::Tensor> gradients(group_.params().size());
+  FinishParts([&](FSDPParam& param, at::Tensor rows) {
+    at::Tensor& gradient = gradients[&param - group_.params().data()];
+    gradient = RunShardHooks(param.sharded, std::move(rows));
+    internal::AddGuard(gradient);
+    if (graph_wanted_) RefuseToDifferentiate(gradient, param.fqn);
+  });
+  return gradients;
+}
+
+void GradientReduction::FinishParts(
+    const std::function<void(FSDPParam& param, at::Tensor rows)>& take) {
   for (const auto& collective : in_flight_) collective->Wait();
   const int world_size = group_.communicator().size();
   for (auto& part : parts_) {
-    if (part.reduced.defined()) FinishPart(part, world_size);
+    if (!part.reduced.defined()) continue;
+    const auto& indices = group_.segments()[part.segment].params;
+    at::Tensor flags;
+    const auto any_rank_has = [&](size_t k) {
+      if (has_gradient_[indices[k]]) return true;
+      if (!flags.defined()) {
+        flags = Slice(part.reduced, part.shard_numel,
+                      static_cast<int64_t>(indices.size()))
+                    .to(c10::kDouble);
+      }
+      return flags.const_data_ptr<double>()[k] != 0;
+    };
+    const at::Tensor shard = Slice(part.reduced, 0, part.shard_numel);
+    if (world_size > 1) shard.div_(world_size);
+    for (size_t k = 0; k < indices.size(); ++k) {
+      FSDPParam& param = group_.params()[indices[k]];
+      if (!param.sharded.requires_grad() || !any_rank_has(k)) continue;
+      take(param, param.RowsIn(shard));
+    }
   }
 }
 
-void GradientReduction::FinishPart(Part& part, int world_size) {
-  const auto& indices = group_.segments()[part.segment].params;
-  at::Tensor flags;
-  const auto any_rank_has = [&](size_t k) {
-    if (has_gradient_[indices[k]]) return true;
-    if (!flags.defined()) {
-      flags = Slice(part.reduced, part.shard_numel,
-                    static_cast<int64_t>(indices.size()))
-                  .to(c10::kDouble);
-    }
-    return flags.const_data_ptr<double>()[k] != 0;
-  };
-  const at::Tensor shard = Slice(part.reduced, 0, part.shard_numel);
-  if (world_size > 1) shard.div_(world_size);
-  for (size_t k = 0; k < indices.size(); ++k) {
-    FSDPParam& param = group_.params()[indices[k]];
-    if (!param.sharded.requires_grad() || !any_rank_has(k)) continue;
-    const at::Tensor rows = param.RowsIn(shard);
-    at::Tensor& gradient = param.sharded.mutable_grad();
-    if (gradient.defined()) {
-      gradient.add_(rows);
-    } else {
-      gradient = rows;
-    }
+void GradientReduction::SetGradient(FSDPParam& param, at::Tensor rows) {
+  if (!warned_ && WasClearedUnused(param)) {
+    warned_ = true;
+    TORCH_WARN("The gradient of '", param.fqn,
+               "' was cleared, and no parameter of its group has changed since "
+               "the backward that set it. The likely cause is an optimizer "
+               "that does not hold the shards, because it was built before "
+               "fully_shard: build it afterwards from module->parameters(), "
+               "or move it with composable::rebind(optimizer, module).");
   }
+  AccumulateShardGradient(param.sharded, std::move(rows));
+  const at::Tensor& gradient = param.sharded.grad();
+  if (!gradient.defined()) {  // a hook took it
+    param.filled.reset();
+    return;
+  }
+  if (graph_wanted_) RefuseToDifferentiate(gradient, param.fqn);
+  param.filled = {.writes = group_.writes(), .version = gradient._version()};
+}
+
+bool GradientReduction::WasClearedUnused(const FSDPParam& param) const {
+  if (!param.filled || param.filled->writes != group_.writes()) return false;
+  const at::Tensor& gradient = param.sharded.grad();
+  if (!gradient.defined()) return true;
+  if (gradient._version() == param.filled->version || gradient.numel() == 0) {
+    return false;
+  }
+  const c10::impl::ExcludeDispatchKeyGuard below(internal::kGuardKey);
+  return !gradient.any().item<bool>();
 }
 
 void GradientReduction::Abandon(BufferPool& pool) {

@@ -16,12 +16,19 @@
 //
 // The sum over ranks is divided by their number after the reduction.
 //
+// Note [Gradients that no optimizer uses]
+// An optimizer that does not hold the shards trains nothing, without an error.
+// What shows it: the gradient that a reduction set was cleared, or zeroed, and
+// no shard of the group was written in between. The next reduction then warns,
+// once for a group. (A program that skips a step on purpose sees it too.)
+//
 // Thread-compatible: guarded by the mutex of the tree.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <functional>
 #include <vector>
 
 #include "collectives/buffer_pool.h"
@@ -48,8 +55,11 @@ class GradientReduction {
   size_t Issue();
   // Waits, divides, and adds to S.grad() of every parameter that requires one
   // and for which a rank had one. A parameter that is frozen by now is left
-  // alone.
+  // alone. Runs the hooks of the shards.
   void Finish(BufferPool& pool);
+  // Reduces what is packed, without what is pending, and returns the reduced
+  // gradients instead, one per parameter, undefined where no rank had one.
+  std::vector<at::Tensor> ReduceNow(BufferPool& pool);
   // Drops a payload or a reduction in flight.
   void Abandon(BufferPool& pool);
 
@@ -64,12 +74,19 @@ class GradientReduction {
   };
   void PackPart(Part& part, std::vector<at::Tensor>& gradients);
   void WriteFlags(const Part& part);
-  void FinishPart(Part& part, int world_size);
+  void IssueParts();
+  // Hands the reduced rows of each parameter that has some to `take`.
+  void FinishParts(
+      const std::function<void(FSDPParam& param, at::Tensor rows)>& take);
+  void SetGradient(FSDPParam& param, at::Tensor rows);
+  bool WasClearedUnused(const FSDPParam& param) const;
   bool IsActive(const Part& part) const;
 
   FSDPParamGroup& group_;
   std::vector<Part> parts_;
   BufferPool::Buffer* buffer_ = nullptr;
+  bool graph_wanted_ = false;  // by create_graph
+  bool warned_ = false;
   std::vector<bool> has_gradient_;   // of this rank, per parameter
   std::vector<at::Tensor> pending_;  // per part, shaped like the payload
   std::vector<bool> pending_has_gradient_;

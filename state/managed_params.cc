@@ -98,8 +98,8 @@ ManagedParams CollectManagedParams(
           }
           const int index =
               state->group()->FindParam(found.segment, tensor.storage_offset());
-          result.tied.emplace_back(slot,
-                                   state->group()->params()[index].sharded);
+          result.tied.push_back(
+              {slot, tensor, state->group()->params()[index].sharded});
           continue;
         }
         if (tensor.numel() == 0) continue;
@@ -133,9 +133,18 @@ ManagedParams CollectManagedParams(
   return result;
 }
 
-void TieToShards(const ManagedParams& managed) {
-  for (const auto& [slot, shard] : managed.tied) {
-    internal::Parameters(*slot.module.lock())[slot.key] = shard;
+void TieToShards(const std::vector<ManagedParams::Tied>& tied) {
+  for (const auto& entry : tied) {
+    internal::Parameters(*entry.slot.module.lock())[entry.slot.key] =
+        entry.shard;
+  }
+}
+
+void UntieFromShards(const std::vector<ManagedParams::Tied>& tied) {
+  for (const auto& entry : tied) {
+    if (const auto module = entry.slot.module.lock()) {
+      internal::Parameters(*module)[entry.slot.key] = entry.whole;
+    }
   }
 }
 

@@ -21,7 +21,12 @@ struct ManagedParams {
   std::vector<OwnedParam> owned;
   // Entries of these modules that name a parameter which an earlier group owns:
   // they get that group's shard, so that tied parameters stay tied.
-  std::vector<std::pair<ParameterSlot, at::Tensor>> tied;
+  struct Tied {
+    ParameterSlot slot;
+    at::Tensor whole;  // the entry as it is
+    at::Tensor shard;
+  };
+  std::vector<Tied> tied;
 };
 
 // Parameters without elements, and undefined entries, are left alone.
@@ -35,7 +40,8 @@ ManagedParams CollectManagedParams(
     const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
     const std::string& api);
 
-// Replaces the entries in `managed.tied`.
-void TieToShards(const ManagedParams& managed);
+// Replaces the entries by the shards, and back.
+void TieToShards(const std::vector<ManagedParams::Tied>& tied);
+void UntieFromShards(const std::vector<ManagedParams::Tied>& tied);
 
 }  // namespace composable

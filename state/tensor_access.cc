@@ -2,6 +2,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
@@ -29,6 +30,43 @@ struct ThrowOnAccess {
 };
 template struct PrivateMember<&c10::StorageImpl::throw_on_immutable_data_ptr_,
                               ThrowOnAccess>;
+struct AutogradOf {
+  friend constexpr auto Get(AutogradOf);
+};
+template struct PrivateMember<&c10::TensorImpl::autograd_meta_, AutogradOf>;
+struct ChildrenOf {
+  friend constexpr auto Get(ChildrenOf);
+};
+template struct PrivateMember<&torch::nn::Module::children_, ChildrenOf>;
+
+class MemberAutograd final : public torch::autograd::AutogradMeta {
+ public:
+  explicit MemberAutograd(std::function<std::string()> message)
+      : message_(std::move(message)) {}
+  at::Tensor& mutable_grad() override {
+    Check();
+    return grad_;
+  }
+  const at::Tensor& grad() const override {
+    Check();
+    return grad_;
+  }
+
+ private:
+  void Check() const {
+    // retain_grad() on a member keeps this rank's whole gradient.
+    TORCH_CHECK_VALUE(retains_grad_ || grad_.defined(), message_());
+  }
+  std::function<std::string()> message_;
+};
+
+void MoveHooks(torch::autograd::AutogradMeta& from,
+               torch::autograd::AutogradMeta& to) {
+  to.hooks_ = std::move(from.hooks_);
+  from.hooks_.clear();
+  to.cpp_hooks_list_ = std::move(from.cpp_hooks_list_);
+  to.post_acc_grad_hooks_ = std::move(from.post_acc_grad_hooks_);
+}
 
 void DeleteOwner(void* owner) {
   delete static_cast<std::shared_ptr<void>*>(owner);
@@ -55,6 +93,11 @@ void AddGuard(const at::Tensor& tensor) {
 torch::OrderedDict<std::string, at::Tensor>& Parameters(
     torch::nn::Module& module) {
   return module.*ModuleAccess::parameters_member();
+}
+
+torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>>& Children(
+    torch::nn::Module& module) {
+  return module.*Get(ChildrenOf{});
 }
 
 c10::intrusive_ptr<c10::StorageImpl> MakeEmptyStorage(size_t nbytes) {
@@ -111,14 +154,33 @@ at::Tensor MakeTensor(const c10::intrusive_ptr<c10::StorageImpl>& storage,
   return tensor;
 }
 
-void MoveIntoStorage(const at::Tensor& parameter, const at::Tensor& view) {
-  at::Tensor alias = parameter;
-  alias.set_data(view);
-  // A leaf may be a view, such as randn({5, 7}).t(); autograd would derive its
-  // gradient function from its base again.
-  if (alias.is_view()) alias.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
-  if (alias.is_leaf()) alias.set_requires_grad(false);
-  AddGuard(alias);
+TensorBody BodyOf(const at::Tensor& tensor) {
+  return {MakeTensor(StorageOf(tensor), tensor.scalar_type(), tensor.sizes(),
+                     tensor.strides(), tensor.storage_offset()),
+          nullptr};
+}
+
+void ExchangeBody(const at::Tensor& tensor, TensorBody& body) {
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  impl->shallow_copy_from(body.data.getIntrusivePtr());
+  std::swap(impl->*Get(AutogradOf{}), body.autograd);
+}
+
+std::unique_ptr<c10::AutogradMetaInterface> MakeMemberAutograd(
+    std::function<std::string()> message) {
+  return std::make_unique<MemberAutograd>(std::move(message));
+}
+
+void MoveHooks(c10::AutogradMetaInterface* from, const at::Tensor& to) {
+  if (from == nullptr) return;
+  MoveHooks(*static_cast<torch::autograd::AutogradMeta*>(from),
+            *torch::autograd::impl::materialize_autograd_meta(to));
+}
+
+void MoveHooks(const at::Tensor& from, c10::AutogradMetaInterface* to) {
+  if (to == nullptr) return;
+  MoveHooks(*torch::autograd::impl::materialize_autograd_meta(from),
+            *static_cast<torch::autograd::AutogradMeta*>(to));
 }
 
 void SetGradientEdge(const at::Tensor& parameter, const NodePtr& node,
@@ -126,6 +188,10 @@ void SetGradientEdge(const at::Tensor& parameter, const NodePtr& node,
   torch::autograd::impl::set_gradient_edge(
       parameter,
       node ? torch::autograd::Edge(node, index) : torch::autograd::Edge());
+}
+
+void SetAccumulator(const at::Tensor& leaf, const NodePtr& node) {
+  torch::autograd::impl::set_grad_accumulator(leaf, WeakNodePtr(node));
 }
 
 void BumpVersion(const at::Tensor& parameter) {

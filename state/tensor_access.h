@@ -20,6 +20,7 @@
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/api/include/torch/ordered_dict.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -27,6 +28,10 @@
 
 namespace torch::nn {
 class Module;
+}
+
+namespace c10 {
+struct AutogradMetaInterface;
 }
 
 namespace composable::internal {
@@ -40,6 +45,9 @@ void AddGuard(const at::Tensor& tensor);
 
 // The registry of a module's own parameters. Undefined entries are legal.
 torch::OrderedDict<std::string, at::Tensor>& Parameters(
+    torch::nn::Module& module);
+
+torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>>& Children(
     torch::nn::Module& module);
 
 // A CPU storage of `nbytes` that has no memory yet: views of it can be made,
@@ -67,14 +75,35 @@ at::Tensor MakeTensor(const c10::intrusive_ptr<c10::StorageImpl>& storage,
                       at::ScalarType dtype, at::IntArrayRef sizes,
                       at::IntArrayRef strides, int64_t offset);
 
-// Turns the leaf `parameter` into a guarded non-leaf view of `storage`,
-// keeping its identity. Its former memory is released.
-void MoveIntoStorage(const at::Tensor& parameter, const at::Tensor& view);
+// What makes a tensor a parameter, taken away from it, so that it can become
+// another one and back.
+struct TensorBody {
+  at::Tensor data;  // over the same memory
+  std::unique_ptr<c10::AutogradMetaInterface> autograd;
+};
+// A copy of the data only: what ExchangeBody needs to come back.
+TensorBody BodyOf(const at::Tensor& tensor);
+// Makes `tensor` the tensor that `body` describes, keeping its identity, and
+// hands back its own autograd state in `body`. Does not throw for tensors of at
+// most 5 dimensions.
+void ExchangeBody(const at::Tensor& tensor, TensorBody& body);
+
+// The autograd state of a whole parameter: a non-leaf whose grad() throws,
+// since the gradient is the shard's. `message` makes the text.
+std::unique_ptr<c10::AutogradMetaInterface> MakeMemberAutograd(
+    std::function<std::string()> message);
+
+// Moves tensor hooks and post-accumulate hooks, and makes `to` their tensor.
+void MoveHooks(c10::AutogradMetaInterface* from, const at::Tensor& to);
+void MoveHooks(const at::Tensor& from, c10::AutogradMetaInterface* to);
 
 // Makes gradients of `parameter` flow into input `index` of `node`; with a null
 // node the parameter does not require a gradient.
 void SetGradientEdge(const at::Tensor& parameter, const NodePtr& node,
                      uint32_t index);
+
+// Makes `node`, which the caller keeps, the gradient accumulator of `leaf`.
+void SetAccumulator(const at::Tensor& leaf, const NodePtr& node);
 
 // Tells autograd that the values of `parameter` changed, so that a backward
 // through an earlier use of it fails as it does for an in-place change.

@@ -7,6 +7,7 @@
 #include <memory>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "state/contract_registry.h"
@@ -21,54 +22,204 @@ using namespace torch::nn;  // NOLINT: a zoo of its names
 // --- Shards whose memory is replaced -----------------------------------------
 
 struct Replacement {
-  const char* name;
+  std::string name;
   std::function<void(Linear&)> replace;
 };
 
-class CutOffShardTest : public testing::TestWithParam<Replacement> {};
+std::string NameOf(const testing::TestParamInfo<Replacement>& info) {
+  return info.param.name;
+}
+
+const std::string kArchive = [] {
+  std::stringstream archive;
+  torch::manual_seed(5);
+  torch::save(Linear(3, 6), archive);
+  return archive.str();
+}();
+
+// set_data on a shard copies: it is the parameter's rows, or the whole of it.
+class SetDataTest : public testing::TestWithParam<Replacement> {};
 
 INSTANTIATE_TEST_SUITE_P(
-    Ways, CutOffShardTest,
+    Ways, SetDataTest,
     testing::Values(Replacement{"SetData",
                                 [](Linear& m) {
-                                  for (auto p : m->parameters())
+                                  for (auto p : m->parameters()) {
                                     p.set_data(p.detach() * 2);
+                                  }
                                 }},
-                    Replacement{"LoadOfAShardArchive",
+                    Replacement{"LoadOfAFullArchive",
                                 [](Linear& m) {
+                                  std::stringstream archive(kArchive);
+                                  torch::load(m, archive);
+                                }},
+                    Replacement{"ToTheSameDtypeAndDevice",
+                                [](Linear& m) {
+                                  m->to(torch::kFloat);
+                                  m->to(torch::kCPU);
+                                }},
+                    Replacement{"SaveAndLoadOfShardsWhereAllowed",
+                                [](Linear& m) {
+                                  const AllowShardMath allowed;
                                   std::stringstream archive;
                                   torch::save(m, archive);
                                   torch::load(m, archive);
                                 }},
-                    Replacement{"LoadOfAFullArchive",
-                                [](Linear& m) {
-                                  std::stringstream archive;
-                                  torch::save(Linear(3, 6), archive);
-                                  torch::load(m, archive);
-                                }},
-                    Replacement{"ToDouble",
-                                [](Linear& m) { m->to(torch::kDouble); }},
                     Replacement{"VectorToParameters",
                                 [](Linear& m) {
+                                  const AllowShardMath allowed;
                                   const auto flat = utils::parameters_to_vector(
                                       m->parameters());
                                   utils::vector_to_parameters(flat.detach() * 2,
                                                               m->parameters());
                                 }}),
-    [](const auto& param_info) { return param_info.param.name; });
+    NameOf);
 
-TEST_P(CutOffShardTest, TheNextForwardNamesTheParameter) {
+TEST_P(SetDataTest, OnShardsTrainsAsOnWholes) {
+  for (const int ranks : {1, 2}) {
+    RunRanks(ranks, [](RankContext& rank) {
+      auto [plain, model] = MakePair([] { return Linear(3, 6); });
+      fully_shard(model, rank.options());
+      model(torch::ones({2, 3})).sum().backward();
+      model->zero_grad();
+      const Tensor entry = model->parameters()[0];
+      GetParam().replace(plain);
+      GetParam().replace(model);
+      EXPECT_TRUE(model->parameters()[0].is_same(entry));
+      EXPECT_TRUE(entry.is_leaf() && entry.requires_grad());
+      ExpectParameters(*model, *plain);
+      ExpectSameBackward(rank, plain, model, [](auto& m, int r) {
+        return m(Input(r, {2, 3})).pow(2).sum();
+      });
+    });
+  }
+}
+
+struct Refusal {
+  std::string name;
+  std::vector<std::string> texts;
+  std::function<void(RankContext&, Linear&)> use;
+};
+
+class CutOffTest : public testing::TestWithParam<Refusal> {};
+
+std::string ShardArchive(Linear& m) {
+  const AllowShardMath allowed;
+  std::stringstream archive;
+  torch::save(m, archive);
+  return archive.str();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Ways, CutOffTest,
+    testing::Values(
+        Refusal{"ToDouble",
+                {"'weight'", "Convert a module with to() before fully_shard"},
+                [](RankContext&, Linear& m) { m->to(torch::kDouble); }},
+        Refusal{"ToDoubleWithoutGrad",
+                {"The shard of parameter 'weight'", "expected Float",
+                 "got Double", "before fully_shard"},
+                [](RankContext&, Linear& m) {
+                  const torch::NoGradGuard no_grad;
+                  m->to(torch::kDouble);
+                }},
+        Refusal{"ToMeta",
+                {"'weight'", "before fully_shard"},
+                [](RankContext&, Linear& m) {
+                  const torch::NoGradGuard no_grad;
+                  m->to(torch::kMeta);
+                }},
+        Refusal{
+            "SetDataOfAnotherShape",
+            {"The shard of parameter 'weight'", "[3, 3]", "[6, 3]", "[5, 3]"},
+            [](RankContext&, Linear& m) {
+              m->parameters()[0].set_data(torch::ones({5, 3}));
+            }},
+        Refusal{"SetDataOfAMember",
+                {"member of parameter 'weight'", "load_full_state_dict"},
+                [](RankContext&, Linear& m) {
+                  m->weight.set_data(torch::ones({6, 3}));
+                }},
+        Refusal{
+            "MemberAssigned",
+            {"No member holds parameter 'weight' any more",
+             "before fully_shard"},
+            [](RankContext&, Linear& m) {
+              const Tensor kept = std::exchange(m->weight, torch::ones({6, 3}));
+              const Tensor copy = kept.detach().clone();
+            }},
+        Refusal{"SaveOfShards",
+                {"torch::save of the shard of parameter 'weight'",
+                 "composable::full_state_dict(module)"},
+                [](RankContext&, Linear& m) {
+                  std::stringstream archive;
+                  torch::save(m, archive);
+                }},
+        Refusal{"LoadOfShardsIntoAPlainModule",
+                {"the shards of one rank", "composable::full_state_dict"},
+                [](RankContext&, Linear& m) {
+                  std::stringstream archive(ShardArchive(m));
+                  Linear other(3, 6);
+                  torch::load(other, archive);
+                }},
+        Refusal{"UseOfAClone",
+                {"copy of a shard", "cloned from a sharded one",
+                 "composable::load_full_state_dict"},
+                [](RankContext&, Linear& m) {
+                  const auto copy =
+                      std::dynamic_pointer_cast<LinearImpl>(m->clone());
+                  copy->forward(torch::ones({2, 3}));
+                }},
+        Refusal{"UseOfACloneWithoutGrad",
+                {"copy of a shard"},
+                [](RankContext&, Linear& m) {
+                  const torch::NoGradGuard no_grad;
+                  const auto copy =
+                      std::dynamic_pointer_cast<LinearImpl>(m->clone());
+                  copy->forward(torch::ones({2, 3}));
+                }},
+        Refusal{"RegisteredAfterwards",
+                {"Parameter 'late'", "LinearImpl", "after fully_shard"},
+                [](RankContext&, Linear& m) {
+                  m->register_parameter("late", torch::ones({3}));
+                  m(torch::ones({2, 3}));
+                }},
+        Refusal{"ModuleRegisteredAfterwards",
+                {"Parameter 'late.weight'", "apply fully_shard"},
+                [](RankContext&, Linear& m) {
+                  m->register_module("late", Linear(2, 2));
+                  m(torch::ones({2, 3}));
+                }}),
+    [](const auto& info) { return info.param.name; });
+
+TEST_P(CutOffTest, NamesTheParameterAndTheFix) {
+  RunRanks(2, [](RankContext& rank) {
+    Linear model = RankContext::Seeded(1, [] { return Linear(3, 6); });
+    fully_shard(model, rank.options());
+    model(torch::ones({2, 3})).sum().backward();
+    model->zero_grad();
+    ExpectThrows<c10::ValueError>(
+        [&] {
+          GetParam().use(rank, model);
+          model(torch::ones({2, 3}));
+        },
+        GetParam().texts);
+  });
+}
+
+TEST(RegisteredAfterwards, AModuleThatIsShardedItselfIsFine) {
   RunRanks(2, [](RankContext& rank) {
     auto [plain, model] = MakePair([] { return Linear(3, 6); });
     fully_shard(model, rank.options());
     model(torch::ones({2, 3})).sum().backward();
-    GetParam().replace(model);
-    ExpectThrows<c10::ValueError>(
-        [&] {
-          model(torch::ones({2, 3}));
-        },
-        {"The shard of parameter 'weight'", "other memory", "set_data",
-         "load_full_state_dict"});
+    model->zero_grad();
+    Linear late = RankContext::Seeded(2, [] { return Linear(6, 2); });
+    fully_shard(late, rank.options());
+    model->register_module("late", late);
+    plain->register_module("late", Linear(6, 2));
+    ExpectSameBackward(rank, plain, model, [](auto& m, int r) {
+      return m(Input(r, {2, 3})).pow(2).sum();
+    });
   });
 }
 

@@ -18,8 +18,14 @@ TEST(TrainingStateTest, EveryValueHasItsOwnName) {
   EXPECT_STREQ(ToString(ShardedState::kSharded), "sharded");
   EXPECT_STREQ(ToString(ShardedState::kUnsharding), "unsharding");
   EXPECT_STREQ(ToString(ShardedState::kUnsharded), "unsharded");
-  EXPECT_STREQ(ToString(static_cast<TrainingState>(99)), "?");
-  EXPECT_STREQ(ToString(static_cast<ShardedState>(99)), "?");
+  std::set<std::string> events;
+  for (size_t i = 0; i < kTreeEvents; ++i) {
+    events.insert(ToString(static_cast<TreeEvent>(i)));
+  }
+  for (size_t i = 0; i < kGroupEvents; ++i) {
+    events.insert(ToString(static_cast<GroupEvent>(i)));
+  }
+  EXPECT_EQ(events.size(), kTreeEvents + kGroupEvents);
 }
 
 TEST(TraceTest, EveryEventHasItsOwnName) {

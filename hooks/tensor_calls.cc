@@ -1,0 +1,147 @@
+#include "hooks/tensor_calls.h"
+
+#include <ATen/core/VariableHooksInterface.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/jit/serialization/pickler_helper.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "hooks/guard.h"
+#include "hooks/root_pre_forward.h"
+#include "state/allow_shard_math.h"
+#include "state/forwarding_variable_hooks.h"
+#include "state/fsdp_state.h"
+#include "state/storage_registry.h"
+#include "state/tensor_access.h"
+
+namespace composable {
+namespace {
+
+// The parameter that `tensor` is the shard or the whole of; a view of either is
+// none.
+struct Known {
+  std::shared_ptr<FSDPState> state;
+  int param = -1;
+  bool is_shard = false;
+  FSDPParam& operator*() const { return state->group()->params()[param]; }
+  FSDPParam* operator->() const { return &**this; }
+};
+
+Known Find(const at::TensorBase& tensor) {
+  if (!tensor.defined() || !internal::HasGuard(tensor)) return {};
+  GuardedStorage found;
+  if (!FindGuardedStorage(tensor, &found)) return {};
+  auto state = found.state.lock();
+  if (state == nullptr) return {};
+  FSDPParamGroup& group = *state->group();
+  const int64_t offset = tensor.storage_offset();
+  const int index = found.is_shard ? group.FindShard(found.segment, offset)
+                                   : group.FindParam(found.segment, offset);
+  const FSDPParam& param = group.params()[index];
+  const at::Tensor same = found.is_shard ? param.sharded : param.unsharded();
+  if (!same.is_same(tensor)) return {};
+  return {std::move(state), index, found.is_shard};
+}
+
+class TensorCalls final : public internal::ForwardingVariableHooks {
+ public:
+  using ForwardingVariableHooks::ForwardingVariableHooks;
+
+  void set_data(const at::TensorBase& self,
+                const at::TensorBase& data) const override {
+    const Known known = Find(self);
+    if (known.state == nullptr) {
+      ForwardingVariableHooks::set_data(self, data);
+      return;
+    }
+    TORCH_CHECK_VALUE(
+        known.is_shard, "set_data was called on the member of parameter '",
+        known->fqn,
+        "', which is a whole parameter and sharded: the values "
+        "would be lost. Call it on the entry of module->parameters(), or load "
+        "whole values with composable::load_full_state_dict.");
+    const auto lock = known.state->LockTree();
+    known.state->group()->SetShardData(known.param, at::Tensor(data));
+  }
+
+  void requires_grad_(const at::TensorBase& self, bool on) const override {
+    const Known known = Find(self);
+    if (known.state == nullptr || known.is_shard) {
+      ForwardingVariableHooks::requires_grad_(self, on);
+      return;
+    }
+    const auto context = LazyInit(*known.state);
+    const std::lock_guard<std::recursive_mutex> lock(context->mutex);
+    known->sharded.requires_grad_(on);
+    SyncGradientEdge(*context, *known.state, known.param);
+  }
+
+  bool is_leaf(const at::TensorBase& self) const override {
+    if (!InGuardedOperator()) {
+      const Known known = Find(self);
+      if (known.state != nullptr && !known.is_shard &&
+          !std::exchange(known->warned_as_leaf, true)) {
+        TORCH_WARN("Parameter '", known->fqn,
+                   "' was asked for through the module's member whether it is "
+                   "a leaf, as an optimizer does. The member is the whole "
+                   "parameter and no leaf: build optimizers from "
+                   "module->parameters(), after fully_shard.");
+      }
+    }
+    return ForwardingVariableHooks::is_leaf(self);
+  }
+};
+
+constexpr char kShardMark[] = "composable_shard";
+
+using Marks = std::unordered_map<std::string, bool>;
+
+void OnSave(const at::Tensor& tensor, Marks& marks) {
+  const Known known = Find(tensor);
+  if (known.state == nullptr || !known.is_shard) return;
+  TORCH_CHECK_VALUE(
+      AllowShardMath::IsAllowed(), "torch::save of the shard of parameter '",
+      known->fqn,
+      "' would write this rank's rows only, which no other module "
+      "can read. Save composable::full_state_dict(module), or load that into a "
+      "plain module and save it. To save the rows anyway, hold a "
+      "composable::AllowShardMath.");
+  marks[kShardMark] = true;
+}
+
+void OnLoad(const at::Tensor& /*tensor*/, const Marks& marks) {
+  TORCH_CHECK_VALUE(
+      marks.find(kShardMark) == marks.end() || AllowShardMath::IsAllowed(),
+      "torch::load: the archive holds the shards of one rank, not whole "
+      "parameters. Load one that was saved from "
+      "composable::full_state_dict(module). To load the rows anyway, into a "
+      "module that is sharded alike, hold a composable::AllowShardMath.");
+}
+
+bool Register() {
+  static const auto* calls =
+      new TensorCalls(at::impl::GetVariableHooks());  // for ever
+  at::impl::SetVariableHooks(const_cast<TensorCalls*>(calls));
+  auto& on_cpu = torch::jit::GetBackendMetaSerialization()[static_cast<size_t>(
+      c10::DeviceType::CPU)];
+  const auto before = on_cpu;
+  on_cpu.emplace(
+      [before](const at::Tensor& tensor, Marks& marks) {
+        if (before) before->first(tensor, marks);
+        OnSave(tensor, marks);
+      },
+      [before](const at::Tensor& tensor, Marks& marks) {
+        if (before) before->second(tensor, marks);
+        OnLoad(tensor, marks);
+      });
+  return true;
+}
+
+const bool registered = Register();
+
+}  // namespace
+}  // namespace composable

@@ -1,0 +1,71 @@
+#include "state/shard_gradient.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include "state/tensor_access.h"
+
+namespace composable {
+namespace {
+
+class ShardAccumulator final : public torch::autograd::AccumulateGrad {
+ public:
+  explicit ShardAccumulator(const at::Tensor& shard) : AccumulateGrad(shard) {}
+
+  torch::autograd::variable_list apply(
+      torch::autograd::variable_list&& gradients) override {
+    // Defined where an operator was applied to the shard itself.
+    if (gradients[0].defined() && variable.requires_grad()) {
+      const at::NoGradGuard no_grad;
+      AccumulateShardGradient(variable, gradients[0].clone());
+    }
+    return {};
+  }
+  std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>&
+  tensor_pre_hooks() noexcept override {
+    return no_hooks_;
+  }
+  std::unique_ptr<torch::autograd::PostAccumulateGradHook>&
+  tensor_post_acc_grad_hooks() const noexcept override {
+    return no_hook_;
+  }
+  std::string name() const override { return "composable::ShardAccumulator"; }
+
+ private:
+  std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> no_hooks_;
+  mutable std::unique_ptr<torch::autograd::PostAccumulateGradHook> no_hook_;
+};
+
+}  // namespace
+
+NodePtr MakeShardAccumulator(const at::Tensor& shard) {
+  NodePtr node = MakeNode<ShardAccumulator>(shard);
+  internal::SetAccumulator(shard, node);
+  return node;
+}
+
+at::Tensor RunShardHooks(const at::Tensor& shard, at::Tensor rows) {
+  for (const auto& hook : torch::autograd::impl::hooks(shard)) {
+    rows = std::move((*hook)({std::move(rows)})[0]);
+  }
+  return rows;
+}
+
+void AccumulateShardGradient(const at::Tensor& shard, at::Tensor rows) {
+  rows = RunShardHooks(shard, std::move(rows));
+  at::Tensor& gradient = shard.mutable_grad();
+  if (gradient.defined()) {
+    gradient.add_(rows);
+  } else {
+    internal::AddGuard(rows);
+    gradient = std::move(rows);
+  }
+  if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(shard)) {
+    (*hook)(shard);
+  }
+}
+
+}  // namespace composable
