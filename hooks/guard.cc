@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "absl/container/inlined_vector.h"
+#include "hooks/forward_scope.h"
 #include "hooks/pre_backward.h"
 #include "hooks/pre_forward.h"
 #include "hooks/root_pre_forward.h"
@@ -89,6 +90,11 @@ class Touches {
     reads_.assign(std::make_move_iterator(others.begin()),
                   std::make_move_iterator(others.end()));
     for (const auto& read : mine) {
+      if (!backward && ReadsOutsideForward(*context, *read.state,
+                                           read.params.front(),
+                                           op_.schema().name())) {
+        continue;
+      }
       needed.push_back(read.state.get());
       if (!backward && c10::GradMode::is_enabled()) {
         for (const int param : read.params) {
@@ -96,6 +102,7 @@ class Touches {
         }
       }
     }
+    if (needed.empty()) return;
     if (backward) {
       PreBackward(context, needed);
     } else {
