@@ -29,7 +29,7 @@ void AbortForward(FSDPStateContext& context) {
 // Nothing in the scopes that are still open uses `state` next.
 void Leave(FSDPStateContext& context, FSDPState& state) {
   if (state.group() == nullptr || state.group()->is_sharded() ||
-      state.prefetched || context.training_state != TrainingState::kForward) {
+      state.prefetched) {
     return;
   }
   state.left = true;
