@@ -4,7 +4,8 @@
 // The fallback is registered when the library is loaded; there is nothing to
 // call. What it does, for all tensor arguments of an operator at once:
 //   whole parameter, read     gathers its group first (PreForward, or
-//                             PreBackward where a backward runs)
+//                             PreBackward where a backward runs); throws
+//                             where neither runs, see Note [Forward scopes]
 //   whole parameter, written  throws c10::ValueError: the write would be lost
 //   shard, written            marks its group's gathered values stale, and its
 //                             parameter as changed for graphs that used it

@@ -347,10 +347,14 @@ TEST(BoundaryRecomputeTest, StartsNoForwardAndLeavesNothing) {
     points.reach = [&, &net = net](const std::string& point) {
       if (torch::autograd::get_current_graph_task_id() == -1) return;
       const auto context = StateOf(net).context;
-      if (point != "a end" || context == nullptr ||
+      if (context == nullptr ||
           context->training_state == TrainingState::kIdle) {
         return;  // of the plain model
       }
+      if (point == "a begin") {
+        EXPECT_FALSE(IsSharded(net->a));
+      }
+      if (point != "a end") return;
       ++recomputed;
       EXPECT_EQ(context->training_state, TrainingState::kPreBackward);
       EXPECT_FALSE(StateOf(net->a).left);
@@ -415,6 +419,7 @@ TEST(BoundaryTreeTest, ShardingAboveInAForwardMakesANewTree) {
       torch::sum(net->b->fc->weight);  // the first use of the new tree
     }
     EXPECT_EQ(StateOf(net->b).open_scopes, 0);
+    EXPECT_FALSE(StateOf(net->b).left);
     EXPECT_EQ(StateOf(net).context->open_scopes, 0);
     EXPECT_FALSE(StateOf(net).context->has_boundary);
     ExpectSameBackward(rank, plain, net,
@@ -530,6 +535,13 @@ TEST(OutsideForwardTest, AnyForwardCounts) {
     // A module that is not sharded itself, of this tree or of none.
     EXPECT_TRUE(torch::equal(call(net->last, x), plain->last(x)));
     EXPECT_TRUE(torch::equal(call(*net->last, x), plain->last(x)));
+    // Another thread, while the forward runs in this one.
+    {
+      const ForwardScope scope(net);
+      std::thread([&, &plain = plain, &net = net] {
+        EXPECT_TRUE(torch::equal(net->method(x), plain->method(x)));
+      }).join();
+    }
     Linear foreign(4, 4);
     {
       const ForwardScope scope(foreign.ptr());
