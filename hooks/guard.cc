@@ -90,9 +90,9 @@ class Touches {
     reads_.assign(std::make_move_iterator(others.begin()),
                   std::make_move_iterator(others.end()));
     for (const auto& read : mine) {
-      if (!backward && ReadsOutsideForward(*context, *read.state,
-                                           read.params.front(),
-                                           op_.schema().name())) {
+      if (!backward &&
+          ReadsOutsideForward(*context, *read.state, read.params.front(),
+                              op_.schema().name())) {
         continue;
       }
       needed.push_back(read.state.get());
