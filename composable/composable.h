@@ -19,6 +19,7 @@
 #pragma once
 
 #include "collectives/process_group.h"
+#include "composable/boundary.h"
 #include "composable/clip_grad_norm.h"
 #include "composable/contract.h"
 #include "composable/fully_shard.h"

@@ -16,6 +16,7 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/container/inlined_vector.h"
+#include "hooks/forward_scope.h"
 #include "hooks/pre_backward.h"
 #include "hooks/pre_forward.h"
 #include "hooks/root_pre_forward.h"
@@ -72,7 +73,9 @@ class Touches {
     FSDPParamGroup& group = *state->group();
     if (found.is_shard) {
       const int param = group.FindShard(found.segment, tensor.storage_offset());
-      if (written) {
+      if (written && Name() == "aten::set_") {
+        given_memory_ = {std::move(state), {param}};
+      } else if (written) {
         WriteShard(*state, param);
       } else {
         ReadLocal(tensor, group.params()[param].fqn);
@@ -100,6 +103,24 @@ class Touches {
     while (!reads_.empty()) RunTree();
     ++guarded_operators;
     counted_ = true;
+  }
+
+  // Whether the operator gives a shard other memory. Then copies this rank's
+  // rows of it instead, and leaves on `stack` what the operator would.
+  bool TookMemory(torch::jit::Stack* stack) {
+    if (given_memory_.state == nullptr) return false;
+    FSDPState& state = *given_memory_.state;
+    const int param = given_memory_.params.front();
+    TORCH_CHECK_VALUE(op_.schema().overload_name() == "source_Tensor",
+                      "set_ with a storage was called on the shard of "
+                      "parameter '",
+                      state.group()->params()[param].fqn,
+                      "', which must stay in its group's memory. Copy into the "
+                      "shard with copy_.");
+    const auto lock = state.LockTree();
+    const at::Tensor data = torch::jit::pop(*stack).toTensor();
+    state.group()->SetShardData(param, data);
+    return true;
   }
 
   // Looks at the results, which are on `stack`.
@@ -156,7 +177,9 @@ class Touches {
         "such as LBFGS, can't work on shards. To compute with the rows anyway, "
         "hold a composable::AllowShardMath.");
     TORCH_CHECK_VALUE(
-        !fqn.empty() || !tensor.requires_grad() || !tensor.is_leaf(), Name(),
+        !fqn.empty() || !tensor.requires_grad() || !tensor.is_leaf() ||
+            internal::IsMarkedShard(tensor),
+        Name(),
         " reads a parameter that is a copy of a shard, so this rank's rows "
         "only: its module was cloned from a sharded one. Clone a module before "
         "fully_shard, or construct another one and load it with "
@@ -204,6 +227,11 @@ class Touches {
     reads_.assign(std::make_move_iterator(others.begin()),
                   std::make_move_iterator(others.end()));
     for (const auto& read : mine) {
+      if (!backward &&
+          ReadsOutsideForward(*context, *read.state, read.params.front(),
+                              op_.schema().name())) {
+        continue;
+      }
       needed.push_back(read.state.get());
       if (!backward && c10::GradMode::is_enabled()) {
         for (const int param : read.params) {
@@ -211,6 +239,7 @@ class Touches {
         }
       }
     }
+    if (needed.empty()) return;
     if (backward) {
       PreBackward(context, needed);
     } else {
@@ -246,6 +275,7 @@ class Touches {
   absl::InlinedVector<std::shared_ptr<FSDPStateContext>, 1> trees_;
   bool counted_ = false;
   bool reads_local_ = false;
+  Read given_memory_;
   std::string fqn_;        // of a shard that is read
   at::Tensor read_shard_;  // in grad mode, and requires a gradient
 };
@@ -273,6 +303,7 @@ void GuardFallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
       }
     }
   }
+  if (touches.TookMemory(stack)) return;
   touches.Before();
   const c10::impl::ExcludeDispatchKeyGuard below(
       c10::DispatchKeySet{internal::kGuardKey});

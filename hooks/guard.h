@@ -4,11 +4,14 @@
 // The fallback is registered when the library is loaded; there is nothing to
 // call. What it does, for all tensor arguments of an operator at once:
 //   whole parameter, read      gathers its group first (PreForward, or
-//                              PreBackward where a backward runs)
+//                              PreBackward where a backward runs); throws
+//                              where neither runs, see Note [Forward scopes]
 //   whole parameter, written   throws: the write would be lost
 //   shard, written             marks its group's gathered values stale, and its
 //                              parameter as changed for graphs that used it
 //   shard, filled at random    throws
+//   shard, given other memory by set_
+//                              copies this rank's rows, as set_data does
 //   local tensor, summed over, or recorded by autograd
 //                              throws, see Note [Local tensors]
 // All errors are c10::ValueError. An operator on a tree in whose operator

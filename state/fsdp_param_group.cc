@@ -100,6 +100,7 @@ void FSDPParamGroup::MakeShard(FSDPParam& param, const Segment& segment) {
     param.sharded.mutable_grad() = std::move(rows);
   }
   internal::AddGuard(param.sharded);
+  internal::MarkShard(param.sharded);
   if (c10::isFloatingType(segment.dtype)) {
     param.accumulator = MakeShardAccumulator(param.sharded);
   }

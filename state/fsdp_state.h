@@ -68,6 +68,11 @@ class FSDPStateContext {
   // Backwards nested in it, as in a re-entrant checkpoint, leave that to it.
   std::weak_ptr<void> running_backward;
 
+  // The root was called through a module boundary: whole parameters may be read
+  // in a forward or a backward only. See Note [Forward scopes].
+  bool has_boundary = false;
+  int open_scopes = 0;  // of all states of the tree
+
   PassOrder forward_order;
   PassOrder backward_order;
   // The first backward follows the reverse of the forward. One whose trainable
@@ -130,10 +135,12 @@ class FSDPState final : public ComposableState {
   bool prefetched = false;  // gathered ahead and not read since
   bool pinned = false;      // unshard() was called; stays until reshard()
   uint64_t last_touch = 0;
+  int open_scopes = 0;  // forwards of the modules that run through a boundary
 
   // Holds the mutex of the tree, if there is one yet.
   std::unique_lock<std::recursive_mutex> LockTree() const;
 
+  bool is_root() const { return id == 0; }
   bool IsAncestorOf(const FSDPState& other) const;
   // Counts against limit_all_gathers.
   bool uses_slot() const { return reshard_after_forward && !pinned; }

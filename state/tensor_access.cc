@@ -90,6 +90,19 @@ void AddGuard(const at::Tensor& tensor) {
   keys = keys.add(kGuardKey);
 }
 
+namespace {
+constexpr char kShardName[] = "composable::shard";
+}  // namespace
+
+void MarkShard(const at::Tensor& leaf) {
+  torch::autograd::impl::set_name(leaf, kShardName);
+}
+
+bool IsMarkedShard(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta != nullptr && meta->name_ == kShardName;
+}
+
 torch::OrderedDict<std::string, at::Tensor>& Parameters(
     torch::nn::Module& module) {
   return module.*ModuleAccess::parameters_member();

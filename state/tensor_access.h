@@ -43,6 +43,10 @@ inline bool HasGuard(const at::TensorBase& tensor) {
 }
 void AddGuard(const at::Tensor& tensor);
 
+// Tells a shard, also one whose group is gone, from a copy of one.
+void MarkShard(const at::Tensor& leaf);
+bool IsMarkedShard(const at::Tensor& tensor);
+
 // The registry of a module's own parameters. Undefined entries are legal.
 torch::OrderedDict<std::string, at::Tensor>& Parameters(
     torch::nn::Module& module);

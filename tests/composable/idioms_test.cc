@@ -218,13 +218,13 @@ const std::vector<Idiom>& Idioms() {
          Mlp plain = Plain();
          Mlp sharded = Sharded(rank);
          plain->first->weight.register_hook(
-             [](const Tensor& g) { return g * 3; });
+             [](const Tensor& g) { return g * 4; });
          int calls = 0;
          const Tensor shard = sharded->named_parameters()["first.weight"];
          shard.register_hook([&](const Tensor& g) {
            ++calls;
            EXPECT_EQ(g.sizes(), shard.sizes());
-           return g * 3;
+           return g * 4;
          });
          ExpectSameBackward(rank, plain, sharded, MlpLoss);
          EXPECT_EQ(calls, 1);

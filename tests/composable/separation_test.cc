@@ -129,25 +129,23 @@ INSTANTIATE_TEST_SUITE_P(
                   const torch::NoGradGuard no_grad;
                   m->to(torch::kMeta);
                 }},
-        Refusal{
-            "SetDataOfAnotherShape",
-            {"The shard of parameter 'weight'", "[3, 3]", "[6, 3]", "[5, 3]"},
-            [](RankContext&, Linear& m) {
-              m->parameters()[0].set_data(torch::ones({5, 3}));
-            }},
+        Refusal{"SetDataOfAnotherShape",
+                {"The shard of parameter 'weight'", "(this rank's rows)",
+                 "[6, 3]", "[5, 3]"},
+                [](RankContext&, Linear& m) {
+                  m->parameters()[0].set_data(torch::ones({5, 3}));
+                }},
         Refusal{"SetDataOfAMember",
                 {"member of parameter 'weight'", "load_full_state_dict"},
                 [](RankContext&, Linear& m) {
                   m->weight.set_data(torch::ones({6, 3}));
                 }},
-        Refusal{
-            "MemberAssigned",
-            {"No member holds parameter 'weight' any more",
-             "before fully_shard"},
-            [](RankContext&, Linear& m) {
-              const Tensor kept = std::exchange(m->weight, torch::ones({6, 3}));
-              const Tensor copy = kept.detach().clone();
-            }},
+        Refusal{"MemberAssigned",
+                {"No member holds parameter 'weight' any more",
+                 "before fully_shard"},
+                [](RankContext&, Linear& m) {
+                  m->weight = torch::ones({6, 3});
+                }},
         Refusal{"SaveOfShards",
                 {"torch::save of the shard of parameter 'weight'",
                  "composable::full_state_dict(module)"},
