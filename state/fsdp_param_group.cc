@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "collectives/hash.h"
 #include "state/storage_registry.h"
 #include "state/tensor_access.h"
 
@@ -154,7 +155,8 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
   try {
     for (const auto& segment : segments_) {
       gathers_.push_back(
-          communicator_.AllGather(WholeBytes(segment), ShardBytes(segment)));
+          communicator_.AllGather(WholeBytes(segment), ShardBytes(segment),
+                                  segment.label));
     }
   } catch (...) {
     Reshard(pool);
@@ -263,7 +265,21 @@ bool FSDPParamGroup::has_gradient_edges() const {
                      [](const FSDPParam& param) { return param.has_edge; });
 }
 
+void FSDPParamGroup::LabelCollectives(const std::string& group_fqn) {
+  if (serial_ == 0) serial_ = communicator_.NextSerial();
+  for (auto& segment : segments_) {
+    uint64_t plan = HashMix(segment.layout.fingerprint(),
+                            static_cast<uint64_t>(segment.dtype));
+    plan = HashMix(plan, segment.trainable ? 1 : 0);
+    for (const int i : segment.params) {
+      plan = HashMix(plan, HashString(params_[i].fqn));
+    }
+    segment.label = MakeCollectiveLabel(group_fqn, plan, serial_);
+  }
+}
+
 void FSDPParamGroup::SetNames(const std::string& group_fqn) {
+  LabelCollectives(group_fqn);
   constexpr size_t kNamed = 8;
   for (const auto& segment : segments_) {
     const auto storage = segment.storage.lock();

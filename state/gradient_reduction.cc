@@ -206,7 +206,8 @@ size_t GradientReduction::Issue() {
     part.reduced = at::empty({part.chunk_numel}, part.payload.options());
     bytes += part.payload.nbytes();
     in_flight_.push_back(
-        group_.communicator().ReduceScatter(part.reduced, part.payload));
+        group_.communicator().ReduceScatter(
+            part.reduced, part.payload, group_.segments()[part.segment].label));
   }
   if (!pending_.empty()) {
     for (size_t i = 0; i < has_gradient_.size(); ++i) {
