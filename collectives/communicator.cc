@@ -91,8 +91,8 @@ class PendingWork final : public PendingCollective {
         WaitInSlices();
       }
     } catch (const std::exception& error) {
-      if (agreement_ != nullptr)
-        agreement_->Listen(*backend_);  // may know the cause
+      // It may know the cause.
+      if (agreement_ != nullptr) agreement_->Listen(*backend_);
       ThrowFailure(collective_, *backend_, error);
     }
   }
