@@ -1,27 +1,59 @@
 #include "collectives/communicator.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
-#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "collectives/agreement.h"
+#include "collectives/collective.h"
 
 namespace composable {
 
 struct Communicator::BackendRef {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   c10::intrusive_ptr<c10d::Backend> backend;
+  std::shared_ptr<OrderAgreement> agreement;  // null: the order isn't checked
 };
 
 namespace {
 
+// A wait this long is unusual, so it is worth a look into the store.
+constexpr std::chrono::milliseconds kFirstSlice(200);
+constexpr std::chrono::milliseconds kLongestSlice(1000);
+
+std::string TextOf(const std::exception& error) {
+  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+  return of_torch != nullptr ? of_torch->what_without_backtrace()
+                             : error.what();
+}
+
+[[noreturn]] void ThrowFailure(const Collective& collective,
+                               const c10d::Backend& backend,
+                               const std::exception& cause) {
+  C10_THROW_ERROR(
+      DistError,
+      absl::StrCat(collective.text(), " failed on rank ", backend.getRank(),
+                   " of ", backend.getSize(), ": ", TextOf(cause),
+                   ". If another rank has failed, its error is the cause."));
+}
+
 class PendingWork final : public PendingCollective {
  public:
-  PendingWork(c10::intrusive_ptr<c10d::Work> work, at::Tensor output,
+  PendingWork(Collective collective, c10::intrusive_ptr<c10d::Backend> backend,
+              std::shared_ptr<OrderAgreement> agreement,
+              c10::intrusive_ptr<c10d::Work> work, at::Tensor output,
               at::Tensor input)
-      : work_(std::move(work)),
+      : collective_(std::move(collective)),
+        backend_(std::move(backend)),
+        agreement_(std::move(agreement)),
+        work_(std::move(work)),
         output_(std::move(output)),
         input_(std::move(input)) {}
   ~PendingWork() override {
@@ -34,18 +66,66 @@ class PendingWork final : public PendingCollective {
   void Wait() override {
     if (error_ != nullptr) std::rethrow_exception(error_);
     if (work_ == nullptr) return;
-    const auto work = std::exchange(work_, nullptr);
     try {
-      work->wait();
+      WaitForWork();
+      if (agreement_ != nullptr) agreement_->ThrowIfBroken();
     } catch (...) {
       error_ = std::current_exception();
-      throw;
     }
+    work_.reset();
     output_.reset();
     input_.reset();
+    agreement_.reset();
+    backend_.reset();
+    if (error_ != nullptr) std::rethrow_exception(error_);
   }
 
  private:
+  // Returns or throws when the backend has finished with the tensors.
+  void WaitForWork() {
+    try {
+      // On a GPU the wait is the stream's, and returns at once.
+      if (agreement_ == nullptr || collective_.device.type() != c10::kCPU) {
+        work_->wait();
+      } else {
+        WaitInSlices();
+      }
+    } catch (const std::exception& error) {
+      // It may know the cause.
+      if (agreement_ != nullptr) agreement_->Listen(*backend_);
+      ThrowFailure(collective_, *backend_, error);
+    }
+  }
+
+  void WaitInSlices() {
+    auto slice = kFirstSlice;
+    while (!WaitFor(slice)) {
+      try {
+        agreement_->Listen(*backend_);
+      } catch (const c10::DistError&) {
+        work_->wait();
+        throw;
+      }
+      slice = std::min(2 * slice, kLongestSlice);
+    }
+  }
+
+  // False if the time is over; throws what the work failed with.
+  bool WaitFor(std::chrono::milliseconds slice) {
+    try {
+      work_->wait(slice);
+      return true;
+    } catch (const std::exception&) {
+      // That may be the end of the slice, too.
+      if (!work_->isCompleted()) return false;
+    }
+    work_->wait();
+    return true;
+  }
+
+  Collective collective_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  std::shared_ptr<OrderAgreement> agreement_;
   c10::intrusive_ptr<c10d::Work> work_;
   at::Tensor output_;  // kept alive for the backend's threads
   at::Tensor input_;
@@ -72,6 +152,7 @@ Communicator::Communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
       c10::DeviceTypeName(device, /*lower_case=*/true),
       " tensors, got one without. Name it in ProcessGroupOptions().backend.");
   owned_->backend = group->getBackend(device);
+  owned_->agreement = OrderAgreement::Of(*group, *owned_->backend);
   backend_ = owned_->backend.get();
   rank_ = owned_->backend->getRank();
   size_ = owned_->backend->getSize();
@@ -79,39 +160,56 @@ Communicator::Communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
 
 Communicator::~Communicator() = default;
 
+int64_t Communicator::NextSerial() {
+  return owned_->agreement == nullptr ? 0 : owned_->agreement->NextSerial();
+}
+
+PendingCollectivePtr Communicator::Start(const Collective& collective,
+                                         at::Tensor output, at::Tensor input) {
+  BackendRef& ref = *owned_;
+  if (ref.agreement != nullptr) ref.agreement->Check(*ref.backend, collective);
+  c10::intrusive_ptr<c10d::Work> work;
+  try {
+    work = Post(*ref.backend, collective, output, input);
+  } catch (const std::exception& error) {
+    ThrowFailure(collective, *ref.backend, error);
+  }
+  return std::make_unique<PendingWork>(collective, ref.backend, ref.agreement,
+                                       std::move(work), std::move(output),
+                                       std::move(input));
+}
+
 PendingCollectivePtr Communicator::AllGather(at::Tensor output,
-                                             at::Tensor input) {
+                                             at::Tensor input,
+                                             const CollectiveLabelPtr& label) {
   TORCH_INTERNAL_ASSERT(output.numel() == input.numel() * size_);
   if (size_ == 1) {
     output.copy_(input);
     return std::make_unique<Done>();
   }
-  auto work = owned_->backend->_allgather_base(output, input);
-  return std::make_unique<PendingWork>(std::move(work), std::move(output),
-                                       std::move(input));
+  const Collective collective(CollectiveKind::kAllGather, input, label);
+  return Start(collective, std::move(output), std::move(input));
 }
 
-PendingCollectivePtr Communicator::ReduceScatter(at::Tensor output,
-                                                 at::Tensor input) {
+PendingCollectivePtr Communicator::ReduceScatter(
+    at::Tensor output, at::Tensor input, const CollectiveLabelPtr& label) {
   TORCH_INTERNAL_ASSERT(input.numel() == output.numel() * size_);
   if (size_ == 1) {
     output.copy_(input);
     return std::make_unique<Done>();
   }
-  c10d::ReduceScatterOptions options;
-  options.reduceOp = c10d::ReduceOp::SUM;
-  auto work = owned_->backend->_reduce_scatter_base(output, input, options);
-  return std::make_unique<PendingWork>(std::move(work), std::move(output),
-                                       std::move(input));
+  const Collective collective(CollectiveKind::kReduceScatter, output, label);
+  return Start(collective, std::move(output), std::move(input));
 }
 
-void Communicator::AllReduce(at::Tensor tensor, Reduction reduction) {
+void Communicator::AllReduce(at::Tensor tensor, Reduction reduction,
+                             const CollectiveLabelPtr& label) {
   if (size_ == 1) return;
-  c10d::AllreduceOptions options;
-  options.reduceOp =
-      reduction == Reduction::kSum ? c10d::ReduceOp::SUM : c10d::ReduceOp::MAX;
-  std::vector<at::Tensor> tensors{std::move(tensor)};
-  owned_->backend->allreduce(tensors, options)->wait();
+  const Collective collective(reduction == Reduction::kSum
+                                  ? CollectiveKind::kAllReduceSum
+                                  : CollectiveKind::kAllReduceMax,
+                              tensor, label);
+  Start(collective, std::move(tensor), at::Tensor())->Wait();
 }
 
 }  // namespace composable

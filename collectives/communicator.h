@@ -6,9 +6,10 @@
 //   pending->Wait();                               // `whole` may be read now
 //
 // Every rank must issue the same collectives of one process group in the same
-// order. Tensors must be contiguous and stay alive and unchanged until Wait()
-// has returned. A rank that does not answer makes Wait() throw after the
-// group's timeout.
+// order. Where they don't, every rank throws c10::DistError before anything is
+// sent, or from the wait for what was sent; see Note [Agreed order]. Tensors
+// must be contiguous and stay alive and unchanged until Wait() has returned. A
+// rank that does not answer makes Wait() throw after the group's timeout.
 //
 // Thread-compatible: one thread at a time.
 #pragma once
@@ -20,12 +21,16 @@
 #include <cstdint>
 #include <memory>
 
+#include "collectives/collective_label.h"
+
 namespace c10d {
 class Backend;
 class ProcessGroup;
 }  // namespace c10d
 
 namespace composable {
+
+struct Collective;
 
 // A collective that was issued. Dropping it without Wait() waits for it and
 // swallows its error: the buffers it uses may be reused afterwards.
@@ -49,16 +54,27 @@ class Communicator {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
+  // A number for a label, so that equal modules are told apart: how many times
+  // this was called on the process group. 0 where the order is not checked.
+  int64_t NextSerial();
+
+  // `label` names a collective in errors, and holds what must be equal on all
+  // ranks. They throw c10::DistError if the ranks are not about to run the same
+  // collective.
+
   // output[rank * n, (rank + 1) * n) = that rank's input, n = input.numel().
-  PendingCollectivePtr AllGather(at::Tensor output, at::Tensor input);
+  PendingCollectivePtr AllGather(at::Tensor output, at::Tensor input,
+                                 const CollectiveLabelPtr& label = nullptr);
 
   // output = sum over ranks of their input[rank * n, (rank + 1) * n),
   // n = output.numel(). May overwrite `input`.
-  PendingCollectivePtr ReduceScatter(at::Tensor output, at::Tensor input);
+  PendingCollectivePtr ReduceScatter(at::Tensor output, at::Tensor input,
+                                     const CollectiveLabelPtr& label = nullptr);
 
   enum class Reduction : uint8_t { kSum, kMax };
   // In place; returns when done.
-  void AllReduce(at::Tensor tensor, Reduction reduction);
+  void AllReduce(at::Tensor tensor, Reduction reduction,
+                 const CollectiveLabelPtr& label = nullptr);
 
   // Two communicators of one process group compare equal.
   friend bool operator==(const Communicator& a, const Communicator& b) {
@@ -68,6 +84,8 @@ class Communicator {
  private:
   // Declared without its type's definition, which costs seconds to include.
   struct BackendRef;
+  PendingCollectivePtr Start(const Collective& collective, at::Tensor output,
+                             at::Tensor input);
   std::shared_ptr<BackendRef> owned_;
   const void* backend_ = nullptr;  // identity
   int rank_ = 0;

@@ -2,7 +2,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
@@ -10,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/synchronization/mutex.h"
+#include "collectives/agreement.h"
 #include "collectives/backends.h"
 #include "collectives/environment.h"
 
@@ -74,8 +74,9 @@ ProcessGroupPtr init_process_group(const c10::intrusive_ptr<c10d::Store>& store,
   // never the keys that an earlier group has left.
   const int64_t generation =
       store->add(absl::StrCat(options.prefix(), "/calls/", rank), 1);
-  auto prefixed = c10::make_intrusive<c10d::PrefixStore>(
-      absl::StrCat(options.prefix(), "/", generation), store);
+  auto prefixed = c10::make_intrusive<AgreedStore>(
+      absl::StrCat(options.prefix(), "/", generation), store,
+      options.timeout());
   auto group =
       c10::make_intrusive<c10d::ProcessGroup>(prefixed, rank, world_size);
   for (absl::string_view name : absl::StrSplit(options.backend(), ',')) {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "collectives/hash.h"
 #include "state/shard_gradient.h"
 #include "state/storage_registry.h"
 #include "state/tensor_access.h"
@@ -211,8 +212,8 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
   dirty_ = false;
   try {
     for (const auto& segment : segments_) {
-      gathers_.push_back(
-          communicator_.AllGather(WholeBytes(segment), ShardBytes(segment)));
+      gathers_.push_back(communicator_.AllGather(
+          WholeBytes(segment), ShardBytes(segment), segment.label));
     }
   } catch (...) {
     Reshard(pool);
@@ -370,7 +371,21 @@ bool FSDPParamGroup::has_gradient_edges() const {
                      [](const FSDPParam& param) { return param.has_edge; });
 }
 
+void FSDPParamGroup::LabelCollectives(const std::string& group_fqn) {
+  if (serial_ == 0) serial_ = communicator_.NextSerial();
+  for (auto& segment : segments_) {
+    uint64_t plan = HashMix(segment.layout.fingerprint(),
+                            static_cast<uint64_t>(segment.dtype));
+    plan = HashMix(plan, segment.trainable ? 1 : 0);
+    for (const int i : segment.params) {
+      plan = HashMix(plan, HashString(params_[i].fqn));
+    }
+    segment.label = MakeCollectiveLabel(group_fqn, plan, serial_);
+  }
+}
+
 void FSDPParamGroup::SetNames(const std::string& group_fqn) {
+  LabelCollectives(group_fqn);
   constexpr size_t kNamed = 8;
   for (const auto& param : params_) *param.shared_name = param.fqn;
   for (const auto& segment : segments_) {

@@ -54,6 +54,7 @@ class FSDPParamGroup {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage{
         c10::intrusive_ptr<c10::StorageImpl>()};
     size_t buffer_offset = 0;  // of this segment in the group's buffer
+    CollectiveLabelPtr label;  // of its collectives
   };
 
   // Copies this rank's rows. Every rank must pass equal parameters. Needs the
@@ -137,6 +138,7 @@ class FSDPParamGroup {
   void MakeShard(FSDPParam& param, const Segment& segment);
   void TakeOver();
   NodePtr Sink();
+  void LabelCollectives(const std::string& group_fqn);
   // What a gather writes and reads. As bytes, so that every dtype can be
   // gathered; the former not over the segment's storage, because a gather in
   // flight must not keep its own group alive.
@@ -147,6 +149,7 @@ class FSDPParamGroup {
   std::vector<FSDPParam> params_;
   std::vector<Segment> segments_;
   size_t unsharded_bytes_ = 0;
+  int64_t serial_ = 0;
   std::function<NodePtr()> make_sink_;
   WeakNodePtr sink_{NodePtr()};  // it holds the state
   // Between Attach() and its end: what the parameters were, and their storages.

@@ -216,8 +216,8 @@ void GradientReduction::IssueParts() {
   for (auto& part : parts_) {
     if (!part.payload.defined()) continue;
     part.reduced = at::empty({part.chunk_numel}, part.payload.options());
-    in_flight_.push_back(
-        group_.communicator().ReduceScatter(part.reduced, part.payload));
+    in_flight_.push_back(group_.communicator().ReduceScatter(
+        part.reduced, part.payload, group_.segments()[part.segment].label));
   }
 }
 
