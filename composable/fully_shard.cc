@@ -9,6 +9,7 @@
 #include "collectives/communicator.h"
 #include "composable/contract.h"
 #include "hooks/gradient_sink.h"
+#include "hooks/guard.h"
 #include "hooks/root_pre_forward.h"
 #include "state/fsdp_state.h"
 #include "state/managed_params.h"
@@ -46,6 +47,7 @@ std::vector<std::shared_ptr<FSDPState>> StatesBelow(const Modules& modules) {
 
 std::shared_ptr<FSDPState> Shard(const Modules& modules,
                                  const FullyShardOptions& options) {
+  CheckGuard();
   TORCH_CHECK_VALUE(options.limit_all_gathers() >= 1,
                     "fully_shard: expected limit_all_gathers of at least 1, "
                     "got ",

@@ -10,10 +10,10 @@
 namespace composable {
 namespace {
 
-class GradientSink final : public torch::autograd::Node {
+class GradientSink final : public OwningNode {
  public:
   explicit GradientSink(std::shared_ptr<FSDPState> state)
-      : Node(/*sequence_nr=*/UINT64_MAX), state_(std::move(state)) {}
+      : OwningNode(/*sequence_nr=*/UINT64_MAX), state_(std::move(state)) {}
 
   torch::autograd::variable_list apply(
       torch::autograd::variable_list&& gradients) override {
@@ -22,6 +22,8 @@ class GradientSink final : public torch::autograd::Node {
   std::string name() const override { return "composable::GradientSink"; }
 
  private:
+  void Release() override { state_.reset(); }
+
   std::shared_ptr<FSDPState> state_;
 };
 

@@ -313,12 +313,34 @@ void GuardFallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   touches.After(*stack);
 }
 
+// What LibTorch said when it refused the fallback; empty if it took it.
+std::string& Refusal() {
+  static std::string refusal;
+  return refusal;
+}
+
+// Runs while the library is loaded, where nobody could catch an exception.
 TORCH_LIBRARY_IMPL(_, DeferredInit, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&GuardFallback>());
+  try {
+    m.fallback(torch::CppFunction::makeFromBoxedFunction<&GuardFallback>());
+  } catch (const c10::Error& error) {
+    Refusal() = error.what_without_backtrace();
+  }
 }
 
 }  // namespace
 
 bool InGuardedOperator() { return guarded_operators > 0; }
+
+void CheckGuard() {
+  TORCH_CHECK(
+      Refusal().empty(),
+      "fully_shard: expected to be the only user of DispatchKey::DeferredInit, "
+      "through which operators on sharded parameters are seen, but it was "
+      "taken when this library was loaded: by a second copy of this library, "
+      "or by another one, such as torchdistX. Load only one of them into a "
+      "process. LibTorch says: ",
+      Refusal());
+}
 
 }  // namespace composable

@@ -1,8 +1,8 @@
 // The trigger: every operator that reads or writes a sharded parameter passes
 // here first. See Note [Guard key].
 //
-// The fallback is registered when the library is loaded; there is nothing to
-// call. What it does, for all tensor arguments of an operator at once:
+// The fallback is registered when the library is loaded; fully_shard checks that.
+// What it does, for all tensor arguments of an operator at once:
 //   whole parameter, read      gathers its group first (PreForward, or
 //                              PreBackward where a backward runs); throws
 //                              where neither runs, see Note [Forward scopes]
@@ -33,5 +33,11 @@ namespace composable {
 
 // Whether this thread is inside of an operator that passed the guard.
 bool InGuardedOperator();
+
+// Throws c10::Error if this process has another fallback for the key already,
+// so that operators on sharded parameters would not be seen.
+//
+//   CheckGuard();  // before anything is sharded
+void CheckGuard();
 
 }  // namespace composable
