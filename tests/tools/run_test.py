@@ -183,9 +183,8 @@ class Failure(unittest.TestCase):
 
     def test_rank_that_is_slow_to_end_after_its_error_is_quoted(self):
         script = (
-            "if [ $RANK = 0 ]; then sleep 0.2; exit 9; fi; echo 'error: of before'; "
-            "for i in $(seq 50); do echo $i; done; "
-            "sleep 0.3; echo 'error: all-gather failed'; sleep 60"
+            "if [ $RANK = 0 ]; then sleep 1.5; exit 9; fi; echo 'error: of before'; "
+            "sleep 1.7; echo 'error: all-gather failed'; sleep 60"
         )
         result = run("--nproc=2", *bash(script))
         self.assertEqual(result.returncode, 9)
