@@ -164,6 +164,7 @@ class Failure(unittest.TestCase):
             "Connection closed by peer [127.0.0.1]:1",
             "Connection reset by peer",
             "gone. If another rank has failed, its error is the cause.",
+            "Rank 0 could not agree with the others on the 5th collective",
         ):
             script = (
                 f"if [ $RANK = 0 ]; then echo 'error: {lost}' >&2; kill -ABRT $$; fi; "
