@@ -36,7 +36,17 @@ c10::intrusive_ptr<c10d::Store> MakeStore(const LaunchEnvironment& env,
   store_options.waitWorkers = !env.agent_store;
   store_options.timeout = options.timeout();
   store_options.multiTenant = true;
-  return c10::make_intrusive<c10d::TCPStore>(env.address, store_options);
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(env.address, store_options);
+  } catch (const c10::DistError& error) {
+    TORCH_CHECK_WITH(
+        DistError, false, "init_process_group: rank ", env.rank, " of ",
+        env.world_size, " (by the variables of ", env.launcher,
+        ") has not met the others at ", env.address, ":", env.port,
+        ": are all ranks started, and is that an address and a free port of "
+        "rank 0's host? MASTER_ADDR and MASTER_PORT choose it. ",
+        error.what_without_backtrace());
+  }
 }
 
 }  // namespace
@@ -51,9 +61,11 @@ ProcessGroupPtr init_process_group(const ProcessGroupOptions& options) {
   }
   const LaunchEnvironment env = ReadLaunchEnvironment();
   ProcessGroupOptions of_this_start = options;
-  // A launcher that starts the job again may keep the store.
-  of_this_start.prefix(
-      absl::StrCat(options.prefix(), "/start", env.restart_count));
+  // A launcher that starts the job again may keep the store, and a rank that
+  // comes to another job's store must not be taken for one of that job.
+  of_this_start.prefix(absl::StrCat(options.prefix(),
+                                    env.job.empty() ? "" : "/", env.job,
+                                    "/start", env.restart_count));
   auto group = init_process_group(MakeStore(env, options), env.rank,
                                   env.world_size, of_this_start);
   absl::MutexLock lock(&Default().mutex);

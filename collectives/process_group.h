@@ -1,7 +1,7 @@
 // Process groups for sharded training: one per process from the launcher's
 // environment, or any number from a store.
 //
-//   auto group = composable::init_process_group();  // torchrun's environment
+//   auto group = composable::init_process_group();  // torchrun, mpirun, srun
 //   ... train ...
 //   composable::destroy_process_group();            // optional
 //
@@ -40,10 +40,12 @@ struct ProcessGroupOptions {
 };
 
 // Makes the default process group from RANK, WORLD_SIZE, MASTER_ADDR and
-// MASTER_PORT. With TORCHELASTIC_USE_AGENT_STORE=True every rank is a client
-// of the launcher's store; otherwise rank 0 hosts it. Throws c10::ValueError
-// if a variable is missing or wrong or a default group exists already, and
-// c10::DistError if the other ranks do not come within the timeout.
+// MASTER_PORT, or where neither of the first two is set from the variables of
+// Open MPI, PMI or Slurm: environment.h lists them. With
+// TORCHELASTIC_USE_AGENT_STORE=True every rank is a client of the launcher's
+// store; otherwise rank 0 hosts it. Throws c10::ValueError if a variable is
+// missing or wrong or a default group exists already, and c10::DistError if the
+// other ranks do not come within the timeout.
 ProcessGroupPtr init_process_group(const ProcessGroupOptions& options = {});
 
 // Makes a group of `world_size` ranks that meet in `store`, which is not the

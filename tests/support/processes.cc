@@ -38,7 +38,11 @@ bool IsOfLauncher(const std::string& name) {
   for (const auto& known : kNames) {
     if (name == known) return true;
   }
-  return name.rfind("TORCHELASTIC_", 0) == 0;
+  for (const char* prefix :
+       {"TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_"}) {
+    if (name.rfind(prefix, 0) == 0) return true;
+  }
+  return false;
 }
 
 // As "NAME=VALUE".

@@ -137,6 +137,75 @@ class Failure(unittest.TestCase):
         self.assertEqual(result.returncode, 128 + signal.SIGSEGV)
         self.assertIn("rank 0 failed first: signal SIGSEGV", result.stderr)
 
+    def test_killed_rank_is_the_cause_even_if_others_end_before_it(self):
+        # How a rank looks whose peer was killed, and whose end is seen first.
+        script = (
+            "case $RANK in "
+            "0) echo '[rank 0] error: all-gather of x failed: Connection closed by peer' >&2; exit 1;; "
+            "1) sleep 0.15; kill -KILL $$;; "
+            "2) echo '  what():  reduce-scatter of y failed' >&2; kill -ABRT $$;; "
+            "*) sleep 60;; esac"
+        )
+        result = run("--nproc=5", *bash(script))
+        self.assertEqual(result.returncode, 128 + signal.SIGKILL)
+        self.assertLess(result.seconds, 5)
+        self.assertRegex(
+            result.stderr,
+            r"tools/run: rank 1 failed first: signal SIGKILL after \d\.\d s; "
+            r"ranks 3 and 4 were stopped\n"
+            r"tools/run: rank 0 failed after it: exit status 1: "
+            r"\[rank 0\] error: all-gather of x failed: Connection closed by peer\n"
+            r"tools/run: rank 2 failed after it: signal SIGABRT: "
+            r"what\(\):  reduce-scatter of y failed\n",
+        )
+
+    def test_lost_connection_is_not_the_cause(self):
+        for lost in (
+            "Connection closed by peer [127.0.0.1]:1",
+            "Connection reset by peer",
+            "gone. If another rank has failed, its error is the cause.",
+            "Rank 0 could not agree with the others on the 5th collective",
+        ):
+            script = (
+                f"if [ $RANK = 0 ]; then echo 'error: {lost}' >&2; kill -ABRT $$; fi; "
+                "sleep 0.15; echo 'error: disk full' >&2; exit 3"
+            )
+            result = run("--nproc=2", *bash(script))
+            self.assertEqual(result.returncode, 3, lost)
+            self.assertIn("rank 1 failed first: exit status 3", result.stderr)
+            self.assertIn(f"rank 0 failed after it: signal SIGABRT: error: {lost}", result.stderr)
+
+    def test_without_other_signs_the_earliest_is_the_cause(self):
+        result = run("--nproc=3", *bash("sleep 0.$((9 - RANK * 2)); echo last; exit $((RANK + 4))"))
+        self.assertEqual(result.returncode, 6)
+        self.assertIn("rank 2 failed first: exit status 6", result.stderr)
+        self.assertIn("rank 0 failed after it: exit status 4: last", result.stderr)
+        self.assertIn("rank 1 failed after it: exit status 5: last", result.stderr)
+
+    def test_rank_that_is_slow_to_end_after_its_error_is_quoted(self):
+        script = (
+            "if [ $RANK = 0 ]; then sleep 1.5; exit 9; fi; echo 'error: of before'; "
+            "sleep 1.7; echo 'error: all-gather failed'; sleep 60"
+        )
+        result = run("--nproc=2", *bash(script))
+        self.assertEqual(result.returncode, 9)
+        self.assertLess(result.seconds, 8)
+        self.assertIn("; rank 1 was stopped\n", result.stderr)
+        self.assertIn("rank 1 before it was stopped: error: all-gather failed", result.stderr)
+        self.assertEqual(result.stderr.count("of before"), 0)
+
+    def test_error_is_found_among_other_lines_and_shortened(self):
+        script = (
+            "[ $RANK = 0 ] && exit 2; sleep 0.1; echo step 1; "
+            "echo terminate called after throwing; echo '  what():  '$(printf %0500d 7); "
+            "echo 'frame #0: f'; echo note; exit 1"
+        )
+        result = run("--nproc=2", *bash(script))
+        self.assertRegex(
+            result.stderr,
+            r"rank 1 failed after it: exit status 1: what\(\):  0{391}\.\.\.\n",
+        )
+
     def test_rank_that_ignores_sigterm_is_killed_after_the_grace(self):
         flag = flag_file(self)
         script = (
