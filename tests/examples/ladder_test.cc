@@ -15,6 +15,9 @@ namespace {
 
 using testing::HasSubstr;
 
+// A few seconds each where nothing else runs.
+const ProcessOptions kPatient = {.timeout = std::chrono::seconds(200)};
+
 // What the groups of `pattern` match, for each line where it is found.
 std::vector<std::vector<double>> Numbers(const std::string& text,
                                          const std::string& pattern) {
@@ -33,7 +36,7 @@ std::vector<std::vector<double>> Numbers(const std::string& text,
 }
 
 TEST(OneProcess, TrainsAlikeWithAndWithoutSharding) {
-  const ProcessResult run = RunProcess({"examples/one_process"});
+  const ProcessResult run = RunProcess({"examples/one_process"}, kPatient);
   ASSERT_EQ(run.exit_code, 0) << run.output();
   EXPECT_THAT(run.out, HasSubstr("The losses are the same.")) << run.output();
   const auto rows = Numbers(run.out, R"(^ *(\d+)  (\d\.\d{6})  (\d\.\d{6})$)");
@@ -45,7 +48,8 @@ TEST(OneProcess, TrainsAlikeWithAndWithoutSharding) {
 TEST(TwoRanks, HalvesBytesTrainsAndWritesWholeWeights) {
   const TemporaryFolder folder;
   const std::string path = folder / "weights.pt";
-  const ProcessResult run = RunRankProcesses(2, {"examples/two_ranks", path});
+  const ProcessResult run =
+      RunRankProcesses(2, {"examples/two_ranks", path}, kPatient);
   ASSERT_EQ(run.exit_code, 0) << run.output();
 
   const auto bytes =
@@ -71,8 +75,7 @@ std::vector<std::vector<double>> SolverTable(const ProcessResult& run) {
 }
 
 TEST(Solver, LearnsWhileItSimulatesTheSameOnOneRankAndOnTwo) {
-  const ProcessResult two = RunRankProcesses(
-      2, {"examples/solver"}, {.timeout = std::chrono::seconds(120)});
+  const ProcessResult two = RunRankProcesses(2, {"examples/solver"}, kPatient);
   ASSERT_EQ(two.exit_code, 0) << two.output();
   const auto table = SolverTable(two);
   ASSERT_EQ(table.size(), 8) << two.output();
@@ -83,7 +86,7 @@ TEST(Solver, LearnsWhileItSimulatesTheSameOnOneRankAndOnTwo) {
   }
 
   // A piece of space per rank, or one for all: the same simulation.
-  const ProcessResult one = RunRankProcesses(1, {"examples/solver"});
+  const ProcessResult one = RunRankProcesses(1, {"examples/solver"}, kPatient);
   ASSERT_EQ(one.exit_code, 0) << one.output();
   const auto expected = SolverTable(one);
   ASSERT_EQ(expected.size(), table.size()) << one.output();
@@ -96,7 +99,7 @@ TEST(Solver, LearnsWhileItSimulatesTheSameOnOneRankAndOnTwo) {
 }
 
 TEST(Solver, SaysHowManyRanksItCanUse) {
-  const ProcessResult run = RunRankProcesses(3, {"examples/solver"});
+  const ProcessResult run = RunRankProcesses(3, {"examples/solver"}, kPatient);
   EXPECT_EQ(run.exit_code, 1) << run.output();
   EXPECT_THAT(run.err, HasSubstr("expected a number of ranks that divides 32 "
                                  "cells, but got 3"));
