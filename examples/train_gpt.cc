@@ -1,10 +1,12 @@
 // Trains a byte-level GPT on text, sharded over all ranks.
 //
-//   tools/run --nproc=2 bazel-bin/examples/train_gpt --verify
+//   tools/run --nproc=2 bazel-bin/examples/train_gpt --verify --plot=loss.svg
 //   torchrun --nproc-per-node=2 --no-python bazel-bin/examples/train_gpt
 #include <unistd.h>
 
 #include <iostream>
+#include <string>
+#include <vector>
 
 #include "composable/composable.h"
 #include "examples/gpt.h"
@@ -14,6 +16,7 @@
 #include "examples/support/history.h"
 #include "examples/support/progress.h"
 #include "examples/support/run_main.h"
+#include "examples/support/svg_plot.h"
 #include "examples/support/table.h"
 #include "examples/support/verify.h"
 
@@ -59,8 +62,25 @@ int Train(const Flags& flags) {
   if (rank != 0) return 0;
   std::cout << FormatRankTable(ranks) << std::flush;
   WriteHistory(flags.losses, world_size, history);
-  if (!flags.verify) return 0;
-  return Verify(flags.model, flags.training, batches.Global(), history) ? 0 : 1;
+  std::vector<PlotSeries> losses = {
+      {.name = "sharded over " + std::to_string(world_size) + " ranks",
+       .y = history.losses}};
+  bool passed = true;
+  if (flags.verify) {
+    const History expected =
+        TrainUnsharded(flags.model, flags.training, batches.Global());
+    passed = Agrees(history, expected);
+    losses.push_back({.name = "one process, unsharded", .y = expected.losses});
+  }
+  if (!flags.plot.empty()) {
+    WriteSvgPlot(flags.plot,
+                 {.title = "Training loss of a byte-level GPT",
+                  .x_label = "step",
+                  .y_label = "cross entropy (nats per byte)"},
+                 losses);
+    std::cerr << "plot of the losses: " << flags.plot << std::endl;
+  }
+  return passed ? 0 : 1;
 }
 
 }  // namespace examples

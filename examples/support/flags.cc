@@ -25,6 +25,8 @@ ABSL_FLAG(int64_t, log_every, 5,
           "steps between two lines, where there is no terminal");
 ABSL_FLAG(std::string, losses, "-",
           "file for losses and gradient norms as JSON; - for standard output");
+ABSL_FLAG(std::string, plot, "",
+          "file for a plot of the losses as SVG; default: none");
 ABSL_FLAG(
     bool, verify, false,
     "train the same model unsharded in one process as well, and fail when a "
@@ -67,6 +69,7 @@ Flags ParseFlags(int argc, char** argv) {
   flags.batches.seq = absl::GetFlag(FLAGS_seq);
   flags.log_every = absl::GetFlag(FLAGS_log_every);
   flags.losses = absl::GetFlag(FLAGS_losses);
+  flags.plot = absl::GetFlag(FLAGS_plot);
   flags.verify = absl::GetFlag(FLAGS_verify);
   return flags;
 }

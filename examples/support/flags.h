@@ -16,6 +16,7 @@ struct Flags {
   ByteBatchesOptions batches;  // complete but for the rank and the world size
   int64_t log_every = 5;       // steps between two lines of a log
   std::string losses = "-";    // for WriteHistory()
+  std::string plot;            // for WriteSvgPlot(); empty: no plot
   bool verify = false;
 };
 

@@ -33,7 +33,8 @@ inline constexpr double kLossTolerance = 1e-5;
 // to find, is never that close to 1.
 inline constexpr double kNormTolerance = 1e-3;
 
-// Trains an unsharded GPT in this process alone, with LibTorch alone.
+// Trains an unsharded GPT in this process alone, with LibTorch alone. No
+// collectives: call it on one rank, once the others no longer wait for it.
 History TrainUnsharded(const GPTConfig& config, const TrainingOptions& options,
                        const ByteBatches& batches);
 
@@ -42,13 +43,10 @@ History TrainUnsharded(const GPTConfig& config, const TrainingOptions& options,
 double MaxRelativeDifference(const std::vector<double>& a,
                              const std::vector<double>& b);
 
-// Trains unsharded and compares: says on standard error what was found, and
-// returns whether every loss and every norm agrees within its tolerance. The
-// norms are there because losses alone can't tell a gradient that is too large
-// by a factor: neither AdamW nor clipping minds one.
-//
-// No collectives: call it on one rank, once the others no longer wait for it.
-bool Verify(const GPTConfig& config, const TrainingOptions& options,
-            const ByteBatches& batches, const History& history);
+// Says on standard error how far `history` is from `expected`, and returns
+// whether every loss and every norm agrees within its tolerance. The norms are
+// there because losses alone can't tell a gradient that is too large by a
+// factor: neither AdamW nor clipping minds one.
+bool Agrees(const History& history, const History& expected);
 
 }  // namespace examples

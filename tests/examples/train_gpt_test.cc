@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "examples/gpt.h"
+#include "tests/examples/svg_plots.h"
 #include "tests/support/processes.h"
 
 namespace composable {
@@ -146,6 +147,42 @@ TEST_F(TrainGPT, VerifyFailsWhereRanksDisagree) {
   const ProcessResult run = RunRankProcesses(2, {"bash", "-c", command});
   EXPECT_EQ(run.exit_code, 1) << run.output();
   EXPECT_THAT(run.err, HasSubstr("verify: FAILED: ")) << run.output();
+}
+
+TEST_F(TrainGPT, PlotsTheLossesOfBothRuns) {
+  const std::string path = folder_ / "loss.svg";
+  const ProcessResult run = RunRankProcesses(
+      2, Command({"--verify", "--plot=" + path, "--losses=" + losses_}));
+  ASSERT_EQ(run.exit_code, 0) << run.output();
+  EXPECT_EQ(
+      Matches(Lines(run.err), R"(\[rank\d\]: plot of the losses: .*/loss\.svg)")
+          .size(),
+      1)
+      << run.output();
+  const auto plot = ReadSvgPlot(path);
+  EXPECT_EQ(plot["legend"],
+            (std::vector<std::string>{"sharded over 2 ranks",
+                                      "one process, unsharded"}));
+  ASSERT_EQ(plot["series"].size(), 2) << plot;
+  for (const auto& series : plot["series"]) {
+    ASSERT_EQ(series.size(), 1) << plot;
+    EXPECT_EQ(series[0].size(), kSteps) << plot;
+  }
+  // One lies on the other.
+  for (int step = 0; step < kSteps; ++step) {
+    EXPECT_NEAR(plot["series"][0][0][step][1].get<double>(),
+                plot["series"][1][0][step][1].get<double>(), 0.1);
+  }
+}
+
+TEST_F(TrainGPT, APlotThatCannotBeWrittenIsAnError) {
+  const std::string path = folder_ / "missing/loss.svg";
+  const ProcessResult run = RunRankProcesses(2, Command({"--plot=" + path}));
+  EXPECT_EQ(run.exit_code, 1) << run.output();
+  EXPECT_THAT(run.err, HasSubstr("error: can't write the plot to " + path +
+                                 ": No such file or directory"))
+      << run.output();
+  EXPECT_THAT(run.err, Not(HasSubstr("[rank1]: "))) << run.output();
 }
 
 TEST_F(TrainGPT, AloneItReportsOnStandardOutput) {
