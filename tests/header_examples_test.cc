@@ -126,7 +126,7 @@ TEST(HeaderExamples, Communicator) {
   composable::RunRanks(2, [](composable::RankContext& rank) {
     const auto& group = rank.group;
     at::Tensor whole = torch::zeros({4});
-    at::Tensor shard = torch::full({2}, rank.rank);
+    at::Tensor shard = torch::full({2}, static_cast<float>(rank.rank));
     // example-begin collectives/communicator.h
     composable::Communicator comm(group, c10::kCPU);
     auto pending = comm.AllGather(whole, shard);  // returns at once
