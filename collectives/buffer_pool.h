@@ -2,7 +2,7 @@
 //
 //   composable::BufferPool pool;
 //   composable::BufferPool::Buffer* buffer = pool.Acquire(bytes);
-//   ... write and read [buffer->data, buffer->data + bytes) ...
+//   std::memset(buffer->data, 0, bytes);
 //   pool.Release(buffer);    // kept for the next Acquire
 //   pool.Purge();            // between iterations: give the memory back
 //

@@ -2,7 +2,7 @@
 //
 //   composable::Communicator comm(group, c10::kCPU);
 //   auto pending = comm.AllGather(whole, shard);   // returns at once
-//   ... other work ...
+//   // ... other work ...
 //   pending->Wait();                               // `whole` may be read now
 //
 // Every rank must issue the same collectives of one process group in the same

@@ -2,7 +2,7 @@
 // environment, or any number from a store.
 //
 //   auto group = composable::init_process_group();  // torchrun, mpirun, srun
-//   ... train ...
+//   // ... train ...
 //   composable::destroy_process_group();            // optional
 //
 // A group is c10d's own type: Gloo serves CPU tensors, and NCCL serves CUDA

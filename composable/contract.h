@@ -3,9 +3,12 @@
 //
 //   struct MyState : composable::ComposableState { int calls = 0; };
 //   inline constexpr auto my_api = composable::contract<MyState>(
-//       "my_api", [](const composable::Modules& modules) {
+//       "my_api", [](const composable::Modules& /*modules*/) {
 //         return std::make_shared<MyState>();
 //       });
+//
+// and then
+//
 //   my_api(model);
 //   my_api.state(model)->calls;
 //

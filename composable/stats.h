@@ -1,7 +1,7 @@
 // What sharded modules did, for reports, tests and tools.
 //
 //   composable::FSDPStats stats = composable::fsdp_stats(model);
-//   printf("%lld bytes gathered\n", (long long)stats.gathered_bytes);
+//   std::cout << stats.gathered_bytes << " bytes gathered\n";
 #pragma once
 
 #include "composable/module_ref.h"

@@ -9,7 +9,7 @@
 // copies, and neither costs work per parameter.
 //
 //   group.IssueUnshard(pool);   // returns at once
-//   group.WaitUnshard();        // parameters may be read
+//   group.WaitUnshard(pool);    // parameters may be read
 //   group.Reshard(pool);        // parameters may not be read
 //
 // Note [Who owns a group]

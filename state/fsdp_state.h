@@ -1,7 +1,8 @@
 // What one call of fully_shard keeps: FSDPState; and what all calls in one
 // module tree share: FSDPStateContext.
 //
-//   std::shared_ptr<FSDPState> state = composable::fully_shard.state(block);
+//   std::shared_ptr<composable::FSDPState> state =
+//       composable::fully_shard.state(block);
 //   state->group()->sharded_state();   // kSharded after a backward
 //
 // A state exists from fully_shard on. The context is made at the first use of

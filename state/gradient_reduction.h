@@ -3,7 +3,7 @@
 //
 //   reduction.Pack(std::move(gradients), pool);   // frees each as it goes
 //   reduction.Issue();                            // reduce-scatter, at once
-//   ...
+//   // ... other work ...
 //   reduction.Finish(pool);                       // S.grad() is set
 //
 // Note [Gradient payload]

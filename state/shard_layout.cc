@@ -23,6 +23,7 @@ constexpr int kMaxAdmissions = 20;           // Searches to choose granularity.
 struct Item {
   int64_t granularity;  // Divides numel.
   int64_t numel;        // Above 0.
+  // NOLINTNEXTLINE(modernize-use-nullptr): sees the 0 of its comparison.
   auto operator<=>(const Item&) const = default;
 };
 

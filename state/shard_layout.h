@@ -13,21 +13,14 @@
 // and trainable and frozen parameters, separately. Every rank must plan from
 // the same input: the plan depends on nothing else.
 //
-//   #include <cstdint>
-//   #include <vector>
-//
-//   #include "state/shard_layout.h"
-//
-//   int main() {
-//     // Linear(64, 128): weight [128, 64] and bias [128], float32, 2 ranks.
-//     const std::vector<composable::ParamExtent> params = {
-//         {.numel = 128 * 64, .rows = 128}, {.numel = 128, .rows = 128}};
-//     const auto layout = composable::ShardLayout::Plan(
-//         params, {.world_size = 2, .itemsize = 4});
-//     const composable::ShardRange mine = layout.range(0, /*rank=*/1);
-//     const int64_t row = layout.placement(0).granularity;  // 64
-//     return mine.begin / row == 65 && mine.end / row == 128 ? 0 : 1;
-//   }
+//   // Linear(64, 128): weight [128, 64] and bias [128], float32, 2 ranks.
+//   const std::vector<composable::ParamExtent> params = {
+//       {.numel = 128 * 64, .rows = 128}, {.numel = 128, .rows = 128}};
+//   const auto layout = composable::ShardLayout::Plan(
+//       params, {.world_size = 2, .itemsize = 4});
+//   const composable::ShardRange mine = layout.range(0, /*rank=*/1);
+//   const int64_t row = layout.placement(0).granularity;  // 64
+//   const int64_t first = mine.begin / row;               // 65
 #pragma once
 
 #include <cstddef>

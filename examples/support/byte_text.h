@@ -9,7 +9,9 @@
 //   at::Tensor text = ReadText({"book.txt"});
 //   ByteBatches batches(text, {.steps = 20, .batch = 4, .seq = 128}, rank,
 //                       world_size);
-//   for (at::Tensor batch : batches) ...  // int64, [4, 129]
+//   for (const at::Tensor& batch : batches) {
+//     std::cout << batch.sizes() << "\n";   // [4, 129], int64
+//   }
 #pragma once
 
 #include <ATen/core/Tensor.h>

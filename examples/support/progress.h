@@ -6,7 +6,7 @@
 //
 //   Progress progress(std::cerr, {.steps = 20, .tokens_per_step = 1024,
 //                                 .terminal = isatty(STDERR_FILENO) == 1});
-//   for (...) progress.Step(loss);
+//   for (const double loss : losses) progress.Step(loss);
 #pragma once
 
 #include <chrono>

@@ -2,6 +2,8 @@
 //
 //   std::cout << FormatTable({"rank", "held"}, {{"0", FormatBytes(2097152)}});
 //
+// writes
+//
 //   rank     held
 //      0  2.0 MiB
 #pragma once

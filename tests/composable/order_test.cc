@@ -32,6 +32,14 @@ int CountGathers(const Events& events) {
   return count;
 }
 
+TEST(TracedBlocks, Example) {
+  // example-begin tests/composable/traced_blocks.h
+  TracedModel model(3);
+  model.Backward();
+  model.log.Take();  // {"forward root.embed", "gather root", ...}
+  // example-end
+}
+
 // Parts of golden logs that several of them share.
 
 const Events kFirstForwardOf3 = {

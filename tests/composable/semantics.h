@@ -2,7 +2,8 @@
 // ranks, and errors.
 //
 //   composable::ExactRanks(2, [](composable::RankContext& rank) {
-//     auto [plain, sharded] = composable::MakePair([] { return Mlp(); });
+//     auto [plain, sharded] = composable::MakePair(
+//         [] { return torch::nn::Linear(5, 2); });
 //     composable::fully_shard(sharded, rank.options());
 //     composable::ExpectSameBackward(rank, plain, sharded, [](auto& m, int r) {
 //       return m(composable::Input(r, {3, 5})).pow(2).sum();

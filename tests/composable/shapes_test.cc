@@ -16,6 +16,19 @@ namespace {
 using torch::Tensor;
 using namespace torch::nn;  // NOLINT: a zoo of its names
 
+TEST(Semantics, Example) {
+  // example-begin tests/composable/semantics.h
+  composable::ExactRanks(2, [](composable::RankContext& rank) {
+    auto [plain, sharded] =
+        composable::MakePair([] { return torch::nn::Linear(5, 2); });
+    composable::fully_shard(sharded, rank.options());
+    composable::ExpectSameBackward(rank, plain, sharded, [](auto& m, int r) {
+      return m(composable::Input(r, {3, 5})).pow(2).sum();
+    });
+  });
+  // example-end
+}
+
 // A member parameter of any kind next to an ordinary one.
 struct HoldsImpl : Module {
   explicit HoldsImpl(const Tensor& value, bool requires_grad = true)

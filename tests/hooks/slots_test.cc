@@ -68,6 +68,16 @@ TEST(LeaveRuleTest, AnOperatorOverManyGroupsKeepsToTheLimitInFlight) {
   }
 }
 
+TEST(SmallModelsTest, Example) {
+  // example-begin tests/hooks/small_models.h
+  SmallRank rank;
+  auto net = rank.Shard(3);
+  at::sum(net->at(0)->weight);
+  IsSharded(net->at(0));  // false
+  // example-end
+  EXPECT_FALSE(IsSharded(net->at(0)));
+}
+
 struct Parent : torch::nn::Module {
   Parent() {
     scale = register_parameter("scale", at::ones({4}));

@@ -2,7 +2,7 @@
 // rank holds what this one holds. Waits finish what they wait for.
 //
 //   SmallRank rank;
-//   auto net = rank.Shard(std::make_shared<Net>(3));
+//   auto net = rank.Shard(3);
 //   at::sum(net->at(0)->weight);
 //   IsSharded(net->at(0));   // false
 #pragma once

@@ -4,7 +4,9 @@
 //       rank, [] { return torch::nn::Linear(4, 3); },
 //       [] { return std::vector<at::Tensor>{torch::randn({2, 4})}; },
 //       [](auto& m, const auto& in, const auto& mid) {
-//         auto y = m(in[0]); mid(); return y.pow(2).sum();
+//         auto y = m(in[0]);
+//         mid();
+//         return y.pow(2).sum();
 //       });
 //
 // Every rank has inputs of its own; the reference is the mean of the gradients

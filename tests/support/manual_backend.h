@@ -3,9 +3,10 @@
 //
 //   auto backend = composable::MakeManualBackend(/*world_size=*/2, log);
 //   auto group = composable::GroupOf(backend);
-//   ... in another thread: use a module sharded over `group` ...
+//   std::thread user([&] { UseModuleShardedOver(group); });
 //   backend->AwaitWait(0);   // the thread waits for collective 0
 //   backend->Finish(0);      // lets it go on
+//   user.join();
 //
 // The other ranks hold what this rank holds: a gathered buffer is this rank's
 // shard repeated, a reduction is this rank's part times the world size. Results

@@ -3,7 +3,7 @@
 //   composable::RunRanks(2, [](composable::RankContext& rank) {
 //     auto model = rank.Seeded(1, [] { return torch::nn::Linear(4, 4); });
 //     composable::fully_shard(model, rank.options());
-//     ...
+//     // ...
 //   });
 //
 // Each rank has its own backend over one store. The first exception of any rank

@@ -102,6 +102,12 @@ cmp -s "${rc}" "${TEST_TMPDIR}/rc" || fail "user.bazelrc has changed"
 ((micros < 2000000)) || fail "the second run took ${micros} us"
 bootstrap --check || fail "--check found something missing"
 
+# What only tools/presubmit needs comes when it is asked for.
+bootstrap --workshop || fail "--workshop"
+grep -q 'install .*clang-format-14 clang-tidy-14' "${log}" || fail "--workshop did not install clang-tidy"
+bootstrap --workshop || fail "--workshop again"
+[[ ! -s "${log}" ]] || fail "--workshop installed again"
+
 # Another clone shares the venv.
 mkdir -p "${TEST_TMPDIR}/other" && cp -r "${clone}/tools" "${TEST_TMPDIR}/other/"
 : >"${log}"

@@ -9,6 +9,8 @@ cc_library(
     name = "gtest",
     srcs = ["lib/libgmock.a", "lib/libgtest.a"],
     hdrs = glob(["include/**/*.h"]),
+    # Every test has what .bazelrc's sanitizer settings name in its working folder.
+    data = ["@composable//tools/suppressions"],
     includes = ["include"],
     linkopts = ["-lpthread"],
 )
