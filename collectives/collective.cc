@@ -1,5 +1,6 @@
 #include "collectives/collective.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
 #include <exception>
@@ -22,6 +23,11 @@ uint64_t Fingerprint(const Collective& collective) {
   hash = HashMix(hash, HashString(collective.label->name));
   hash = HashMix(hash, collective.label->plan);
   return HashMix(hash, static_cast<uint64_t>(collective.label->serial));
+}
+
+bool ReducesWhole(const c10d::Backend& backend, const Collective& collective) {
+  return collective.kind == CollectiveKind::kReduceScatter &&
+         backend.getBackendName() == "gloo";
 }
 
 }  // namespace
@@ -65,6 +71,10 @@ c10::intrusive_ptr<c10d::Work> Post(c10d::Backend& backend,
     case CollectiveKind::kAllGather:
       return backend._allgather_base(output, input);
     case CollectiveKind::kReduceScatter: {
+      if (ReducesWhole(backend, collective)) {
+        output = std::move(input);
+        break;
+      }
       c10d::ReduceScatterOptions options;
       options.reduceOp = c10d::ReduceOp::SUM;
       return backend._reduce_scatter_base(output, input, options);
@@ -74,11 +84,19 @@ c10::intrusive_ptr<c10d::Work> Post(c10d::Backend& backend,
       break;
   }
   c10d::AllreduceOptions options;
-  options.reduceOp = collective.kind == CollectiveKind::kAllReduceSum
-                         ? c10d::ReduceOp::SUM
-                         : c10d::ReduceOp::MAX;
+  options.reduceOp = collective.kind == CollectiveKind::kAllReduceMax
+                         ? c10d::ReduceOp::MAX
+                         : c10d::ReduceOp::SUM;
   std::vector<at::Tensor> tensors{std::move(output)};
   return backend.allreduce(tensors, options);
+}
+
+void WriteOutput(const c10d::Backend& backend, const Collective& collective,
+                 const at::Tensor& output, const at::Tensor& input) {
+  if (!ReducesWhole(backend, collective)) return;
+  const at::NoGradGuard no_grad;
+  const int64_t part = collective.part_numel;
+  output.copy_(input.narrow(0, backend.getRank() * part, part));
 }
 
 void TakePart(c10d::Backend& backend, const Collective& collective) {

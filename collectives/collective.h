@@ -50,10 +50,18 @@ struct Collective {
   std::string detail() const;
 };
 
-// Starts `collective`; `input` is ignored by an all-reduce, which is in place.
+// Starts `collective`; `input` is ignored by an all-reduce, which is in place,
+// and may be overwritten by a reduce-scatter. When the work has ended, call
+// WriteOutput with the same arguments.
+//
+// Gloo's reduce-scatter is an all-reduce of a copy whose wait ignores its
+// timeout. Here it is one of `input` itself.
 c10::intrusive_ptr<c10d::Work> Post(c10d::Backend& backend,
                                     const Collective& collective,
                                     at::Tensor output, at::Tensor input);
+
+void WriteOutput(const c10d::Backend& backend, const Collective& collective,
+                 const at::Tensor& output, const at::Tensor& input);
 
 // Takes part in `collective` with memory of its own and zeros, so that ranks
 // that have posted it already can end it. Blocks until it has ended, and

@@ -69,6 +69,7 @@ class PendingWork final : public PendingCollective {
     try {
       WaitForWork();
       if (agreement_ != nullptr) agreement_->ThrowIfBroken();
+      WriteOutput(*backend_, collective_, output_, input_);
     } catch (...) {
       error_ = std::current_exception();
     }
