@@ -252,8 +252,8 @@ TEST(ExceptionTest, InEveryCollective) {
         },
         [](Training&) {});
   }
-  // Three gathers in forward, two or more in backward, three reductions.
-  EXPECT_GT(collectives, 7);
+  // Three gathers in forward, three reductions, and the run without a fault.
+  EXPECT_GE(collectives, 7u);
 }
 
 }  // namespace

@@ -8,14 +8,40 @@
 
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
+#include "state/contract_registry.h"
 #include "state/fsdp_state.h"
+#include "state/storage_registry.h"
 #include "tests/composable/semantics.h"
 #include "tests/support/memory_counter.h"
+
+namespace {
+bool ThisAllocationFails();
+}  // namespace
+
+// Of the whole program, LibTorch's libraries included.
+void* operator new(size_t bytes) {
+  void* memory = ThisAllocationFails() ? nullptr : std::malloc(bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+
+namespace {
+// Allocations of this thread until one fails; negative: none does.
+thread_local int64_t allocations_until_failure = -1;
+
+bool ThisAllocationFails() {
+  if (allocations_until_failure < 0) return false;
+  return allocations_until_failure-- == 0;
+}
+}  // namespace
 
 namespace composable {
 namespace {
@@ -24,26 +50,27 @@ using torch::Tensor;
 
 // --- A call that throws ------------------------------------------------------
 
-// Fails the allocation whose turn it is, in this thread.
-class FailingAllocator final : public c10::Allocator {
+// Lets the allocations fail from the first tensor of this thread on: before it
+// fully_shard only looks, with containers of Abseil, which do not survive a
+// failed allocation.
+class Trigger final : public c10::Allocator {
  public:
-  static FailingAllocator& Get() {
-    static auto* allocator = [] {
-      auto* made = new FailingAllocator(c10::GetCPUAllocator());
+  static Trigger& Get() {
+    static auto* trigger = [] {
+      auto* made = new Trigger(c10::GetCPUAllocator());
       c10::SetCPUAllocator(made, /*priority=*/200);
       return made;
     }();
-    return *allocator;
+    return *trigger;
   }
-  // -1: none.
-  void FailAt(int64_t allocation) { countdown_ = allocation; }
+  void FailAt(int64_t allocation) { armed_ = allocation; }
 
   c10::DataPtr allocate(size_t bytes) override {
-    if (countdown_ == 0) {
-      countdown_ = -1;
-      TORCH_CHECK_WITH(OutOfMemoryError, false, "no memory, says the test");
+    if (armed_ >= 0) {
+      allocations_until_failure = armed_;
+      armed_ = -1;
+      if (ThisAllocationFails()) throw std::bad_alloc();
     }
-    if (countdown_ > 0) --countdown_;
     return next_->allocate(bytes);
   }
   c10::DeleterFnPtr raw_deleter() const override {
@@ -54,10 +81,25 @@ class FailingAllocator final : public c10::Allocator {
   }
 
  private:
-  explicit FailingAllocator(c10::Allocator* next) : next_(next) {}
+  explicit Trigger(c10::Allocator* next) : next_(next) {}
   c10::Allocator* next_;
-  inline static thread_local int64_t countdown_ = -1;
+  inline static thread_local int64_t armed_ = -1;
 };
+
+// The registries are Abseil's too: with room, they allocate nothing.
+void MakeRoomInRegistries() {
+  std::vector<torch::nn::Linear> modules;
+  for (int i = 0; i < 200; ++i) modules.emplace_back(1, 1);
+  for (auto& module : modules) {
+    ContractRegistry::Get().Add({module.ptr()}, "room",
+                                std::make_shared<ComposableState>());
+    const auto* storage = module->weight.storage().unsafeGetStorageImpl();
+    RegisterGuardedStorage(storage, {});
+  }
+  for (auto& module : modules) {
+    UnregisterGuardedStorage(module->weight.storage().unsafeGetStorageImpl());
+  }
+}
 
 // What a user can see of a module.
 struct Seen {
@@ -91,6 +133,7 @@ struct Seen {
 };
 
 TEST(TransactionTest, AnAllocationThatFailsLeavesTheModuleAsItWas) {
+  MakeRoomInRegistries();
   ExactRanks(2, [](RankContext& rank) {
     auto [plain, model] = MakePair([] { return Mlp(); });
     for (auto* m : {&plain, &model}) {
@@ -100,21 +143,21 @@ TEST(TransactionTest, AnAllocationThatFailsLeavesTheModuleAsItWas) {
     }
     fully_shard(model->second, rank.options());
     const Seen before(*model);
-    auto& allocator = FailingAllocator::Get();
+    auto& trigger = Trigger::Get();
     int failures = 0;
     for (bool done = false; !done; ++failures) {
-      allocator.FailAt(failures);
       try {
+        trigger.FailAt(failures);
         fully_shard(model, rank.options());
         done = true;
-      } catch (const c10::OutOfMemoryError&) {
+        allocations_until_failure = -1;
+      } catch (const std::bad_alloc&) {
         before.ExpectSame(*model);
         EXPECT_EQ(fully_shard.state(model), nullptr);
         EXPECT_TRUE(model->first->weight.is_same(model->parameters()[0]));
       }
-      allocator.FailAt(-1);
     }
-    EXPECT_GT(failures, 5);
+    EXPECT_GT(failures, 100);
     ExpectSameBackward(rank, plain, model, MlpLoss);
   });
 }
@@ -160,13 +203,13 @@ TEST(TransactionTest, WhatFailsAfterTheBodyIsUndone) {
 TEST(TransactionTest, MissingProcessGroupAndARefusedParameter) {
   RunRanks(1, [](RankContext& rank) {
     auto [plain, model] = MakePair([] { return Mlp(); });
-    model->third->register_parameter("lonely", torch::ones({3}));
+    model->third->register_parameter("scalar", torch::ones({}));
     const Seen before(*model);
     destroy_process_group();
     ExpectThrows<c10::ValueError>([&] { fully_shard(model->first); },
                                   {"no default process group"});
     ExpectThrows<c10::ValueError>([&] { fully_shard(model, rank.options()); },
-                                  {"'third.lonely'"});
+                                  {"'third.scalar'"});
     before.ExpectSame(*model);
     fully_shard(model->first, rank.options());
     EXPECT_TRUE(IsShard(model->first->parameters()[0]));

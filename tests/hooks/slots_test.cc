@@ -189,7 +189,8 @@ TEST(FailedGatherTest, ThrowsWhereItIsReadAndCanBeRepeated) {
   const auto net = rank.Shard(2);
   rank.backend->Fail(0, "the cable is cut");
   EXPECT_EQ(ErrorOf<c10::DistError>([&] { Touch(net->at(0)); }),
-            "the cable is cut");
+            "all-gather of 'l0' failed on rank 0 of 2: the cable is cut. If "
+            "another rank has failed, its error is the cause.");
   EXPECT_EQ(Resident(*net), "");
   EXPECT_EQ(fsdp_stats(net).gathers_in_flight, 0);
   EXPECT_EQ(fsdp_stats(net).unsharded_param_bytes, 0);
@@ -208,7 +209,8 @@ TEST(FailedGatherTest, OneThatRanAheadThrowsWhereItsGroupIsRead) {
   at::Tensor x = net->at(0)(at::ones({1, 4}));
   EXPECT_EQ(Resident(*net), "01");
   EXPECT_EQ(ErrorOf<c10::DistError>([&] { x = net->at(1)(x); }),
-            "the cable is cut");
+            "all-gather of 'l1' failed on rank 0 of 2: the cable is cut. If "
+            "another rank has failed, its error is the cause.");
   EXPECT_TRUE(IsSharded(net->at(1)));
   x = net->at(1)(x);
   net->at(2)(x).sum().backward();

@@ -69,7 +69,7 @@ TORCH_HOME=/opt/libtorch refuses \
 COMPOSABLE_VENV=/opt/venv refuses \
   "--torch=2\.15\.0 and COMPOSABLE_VENV=/opt/venv both choose a LibTorch: leave one out" \
   bootstrap --torch=2.15.0
-refuses "unknown argument '--troch=2.15.0' \(known: --check, --torch=VERSION, --help\)" \
+refuses "unknown argument '--troch=2.15.0' \(known: --check, --torch=VERSION, --workshop, --help\)" \
   bootstrap --troch=2.15.0
 refuses "tools/test: '2.15.0': write options as --name=value" test --torch 2.15.0
 
