@@ -157,7 +157,7 @@ TEST(TransactionTest, AnAllocationThatFailsLeavesTheModuleAsItWas) {
         EXPECT_TRUE(model->first->weight.is_same(model->parameters()[0]));
       }
     }
-    EXPECT_GT(failures, 100);
+    EXPECT_GT(failures, 40);
     ExpectSameBackward(rank, plain, model, MlpLoss);
   });
 }

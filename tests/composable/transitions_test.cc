@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -128,7 +129,20 @@ class Runs {
         fully_shard(model.mlp, options.process_group(rank_.group)));
     return model;
   }
-  static void Step(Model& model) { MlpLoss(model.mlp, 0).backward(); }
+  static void Step(Model& model) {
+    // Of the input too, so that backward reads all layers.
+    const Tensor x = Input(0, {4, 5}).requires_grad_(true);
+    model.mlp(x).pow(2).sum().backward();
+    model.mlp->zero_grad();
+  }
+  static bool Throws(const std::function<void()>& call) {
+    try {
+      call();
+    } catch (const c10::DistError&) {
+      return true;
+    }
+    return false;
+  }
 
   void Train() {
     for (const auto prefetch :
@@ -150,12 +164,13 @@ class Runs {
   }
   void EvaluationThroughABoundary() {
     Model model = Make();
-    Step(model);
+    const Tensor x = Input(0, {4, 5});
+    // The first layer is used again after the forward.
+    const Tensor loss = model.mlp(x).sum();
+    (loss + model.mlp->first(x).sum()).backward();
     const torch::NoGradGuard no_grad;
-    call(model.mlp, Input(0, {4, 5}));
-    // The gather ahead is still in flight.
-    for (auto& handle : model.handles) handle.reshard();
-    for (int i = 0; i < 2; ++i) call(model.mlp, Input(0, {4, 5}));
+    call(model.mlp, x);
+    // It was gathered ahead for that, in vain.
     for (auto& handle : model.handles) handle.reshard();
   }
   void ShardingAParentOfAUsedChild() {
@@ -186,7 +201,7 @@ class Runs {
       for (auto& handle : frees.handles) handle.reshard();
       return gradient;
     };
-    Tensor x = frees.mlp->first(Input(0, {4, 5}));
+    Tensor x = frees.mlp->first(Input(0, {4, 5}).requires_grad_(true));
     for (auto& handle : frees.handles) handle.reshard();
     x = torch::tanh(x);
     x.register_hook(free_all);
@@ -204,27 +219,31 @@ class Runs {
     Step(frees_late);
   }
 
-  // Every collective of an iteration fails once, also those of a hook.
-  void Failures() {
-    for (size_t n = 0; n < 30; ++n) {
+  // Every collective of an iteration fails once, and those of a hook.
+  void Failures(bool with_hook) {
+    size_t failures = 0;
+    for (bool failed = true; failed; ++failures) {
       Model model = Make();
-      model.mlp->named_parameters()["third.bias"].register_hook(
-          [&](const Tensor& gradient) {
-            const torch::NoGradGuard no_grad;
-            (void)model.mlp->first->weight.norm();
-            return gradient;
-          });
-      Step(model);
-      backend_->Fail(backend_->issued() + n, "a fault of the test");
-      try {
-        Step(model);
-      } catch (const std::exception&) {
+      if (with_hook) {
+        model.mlp->named_parameters()["third.bias"].register_hook(
+            [&](const Tensor& gradient) {
+              const torch::NoGradGuard no_grad;
+              (void)model.mlp->first->weight.norm();
+              return gradient;
+            });
       }
+      Step(model);
+      const size_t which = backend_->issued() + failures;
+      backend_->Fail(which, "a fault of the test");
+      failed = Throws([&] { Step(model); });
+      // The fault must not be left for others.
+      while (backend_->issued() <= which) Throws([&] { Step(model); });
     }
+    EXPECT_GT(failures, 7u);
     Model model = Make();
     Step(model);
     backend_->Fail(backend_->issued(), "a fault of the test");
-    EXPECT_ANY_THROW(model.handles[0].unshard());
+    EXPECT_TRUE(Throws([&] { model.handles[0].unshard(); }));
   }
 
  private:
@@ -241,7 +260,8 @@ TEST(TransitionTest, EveryLegalCellIsTaken) {
   runs.EvaluationThroughABoundary();
   runs.ShardingAParentOfAUsedChild();
   runs.InHooks();
-  runs.Failures();
+  runs.Failures(/*with_hook=*/false);
+  runs.Failures(/*with_hook=*/true);
   const Cells after = Taken();
   EXPECT_EQ(after.size(), 31u);
   for (const auto& [cell, count] : after) {
