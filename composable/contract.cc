@@ -64,6 +64,8 @@ void ContractGuard::CheckSame(const torch::nn::Module& module, const char* kind,
 
 void ContractGuard::Commit(
     const std::shared_ptr<ComposableState>& state) const {
+  TORCH_CHECK_VALUE(state != nullptr, api_,
+                    ": expected its body to return a state, got null.");
   try {
     for (size_t i = 0; i < modules_.size(); ++i) {
       const auto& module = *modules_[i];

@@ -5,6 +5,7 @@
 
 #include <mutex>
 
+#include "hooks/alone.h"
 #include "hooks/root_pre_forward.h"
 #include "hooks/unshard.h"
 #include "state/fsdp_state.h"
@@ -41,6 +42,7 @@ void FSDPModule::unshard() {
   if (state->group() == nullptr) return;
   const auto context = LazyInit(*state);
   const std::lock_guard<std::recursive_mutex> lock(context->mutex);
+  CheckAlone(*context, "unshard()");
   FSDPState* needed = state.get();
   IssueUnshard(*context, {&needed, 1}, context->forward_order);
   WaitUnshard(*context, {&needed, 1});
@@ -51,9 +53,10 @@ void FSDPModule::unshard() {
 
 void FSDPModule::reshard() {
   const auto state = Require("reshard");
-  if (state->group() == nullptr || state->context == nullptr) return;
-  const auto context = state->context;
+  const auto context = state->tree();
+  if (state->group() == nullptr || context == nullptr) return;
   const std::lock_guard<std::recursive_mutex> lock(context->mutex);
+  CheckAlone(*context, "reshard()");
   state->pinned = false;
   Reshard(*context, *state);
 }

@@ -55,7 +55,7 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
   const ManagedParams managed = CollectManagedParams(modules, kFullyShardApi);
   const auto below = StatesBelow(modules);
   for (const auto& state : below) {
-    if (const auto context = state->context) ResetTree(context);
+    if (const auto context = state->tree()) ResetTree(context);
   }
   std::unique_ptr<FSDPParamGroup> group;
   if (!managed.owned.empty()) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/strings/str_join.h"
+#include "hooks/alone.h"
 #include "hooks/root_pre_forward.h"
 #include "hooks/unshard.h"
 #include "state/fsdp_state.h"
@@ -49,6 +50,7 @@ void GatherInto(FSDPState& state, const std::vector<Item>& items,
                 std::vector<at::Tensor>& values) {
   const auto context = LazyInit(state);
   const std::lock_guard<std::recursive_mutex> lock(context->mutex);
+  CheckAlone(*context, "full_state_dict");
   FSDPParamGroup& group = *state.group();
   FSDPState* needed = &state;
   const bool was_sharded = group.is_sharded();

@@ -9,6 +9,7 @@
 #include <exception>
 #include <mutex>
 
+#include "hooks/alone.h"
 #include "hooks/pre_backward.h"
 #include "hooks/pre_forward.h"
 #include "hooks/root_post_backward.h"
@@ -21,9 +22,11 @@ namespace {
 thread_local int64_t t_open_scopes = 0;
 
 // An exception leaves the forward of a tree. It may have come from a backward
-// in it, but not from one of another thread.
+// in it, but what another thread uses stays.
 void AbortForward(FSDPStateContext& context) {
-  if (context.running_backward.expired()) AbortPass(context);
+  if (context.running_backward.expired() && IsAlone(context)) {
+    AbortPass(context);
+  }
 }
 
 // Nothing in the scopes that are still open uses `state` next.
@@ -64,6 +67,7 @@ ForwardScope::~ForwardScope() {
 void ForwardScope::Open() {
   context_ = LazyInit(*state_);
   const std::lock_guard<std::recursive_mutex> lock(context_->mutex);
+  CheckAlone(*context_, "the forward of '" + state_->fqn + "' begins");
   FSDPState* state = state_.get();
   FSDPParamGroup* group = state->group();
   if (torch::autograd::get_current_graph_task_id() != -1) {

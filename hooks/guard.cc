@@ -11,11 +11,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/container/inlined_vector.h"
+#include "hooks/alone.h"
 #include "hooks/forward_scope.h"
 #include "hooks/pre_backward.h"
 #include "hooks/pre_forward.h"
@@ -54,10 +54,7 @@ bool SumsOver(const std::string& name) {
 class Touches {
  public:
   explicit Touches(const c10::OperatorHandle& op) : op_(op) {}
-  ~Touches() {
-    for (const auto& tree : trees_) --tree->operators_running;
-    guarded_operators -= counted_ ? 1 : 0;
-  }
+  ~Touches() { guarded_operators -= counted_ ? 1 : 0; }
   Touches(const Touches&) = delete;
   Touches& operator=(const Touches&) = delete;
 
@@ -205,6 +202,11 @@ class Touches {
         "For a penalty over shards hold a composable::AllowShardMath.");
   }
 
+  const std::string& FirstRead() const {
+    const Read& first = reads_.front();
+    return first.state->group()->params()[first.params.front()].fqn;
+  }
+
   std::string Local() const {
     return fqn_.empty() ? "the gradient or a copy of a shard"
                         : "the shard of parameter '" + fqn_ + "'";
@@ -214,9 +216,11 @@ class Touches {
   void RunTree() {
     const auto context = LazyInit(*reads_.front().state);
     const std::lock_guard<std::recursive_mutex> lock(context->mutex);
-    const int task = torch::autograd::get_current_graph_task_id();
-    const bool backward = task != -1;
-    EnterOperator(context, task);
+    const bool backward = torch::autograd::get_current_graph_task_id() != -1;
+    if (!IsAlone(*context)) {
+      CheckAlone(*context, Name() + " reads '" + FirstRead() + "'");
+    }
+    running_.emplace_back(context);
     absl::InlinedVector<FSDPState*, 4> needed;
     absl::InlinedVector<Read, 2> others;
     absl::InlinedVector<Read, 2> mine;
@@ -247,32 +251,9 @@ class Touches {
     }
   }
 
-  // From now on, until the operator ends, what it reads may not be freed by
-  // another thread.
-  void EnterOperator(const std::shared_ptr<FSDPStateContext>& context,
-                     int task) {
-    const auto self = std::this_thread::get_id();
-    const bool alone = context->operators_running == 0 ||
-                       context->operator_thread == self ||
-                       (task != -1 && context->operator_task == task);
-    TORCH_CHECK_VALUE(
-        alone, "Two threads use one tree of sharded modules at once: ", Name(),
-        " reads '",
-        reads_.front()
-            .state->group()
-            ->params()[reads_.front().params.front()]
-            .fqn,
-        "' while an operator of another thread is running. Use a tree from one "
-        "thread at a time, or shard one copy of the module for each thread.");
-    ++context->operators_running;
-    context->operator_thread = self;
-    context->operator_task = task;
-    trees_.push_back(context);
-  }
-
   const c10::OperatorHandle& op_;
   absl::InlinedVector<Read, 2> reads_;
-  absl::InlinedVector<std::shared_ptr<FSDPStateContext>, 1> trees_;
+  absl::InlinedVector<RunningOperator, 1> running_;  // one for each tree
   bool counted_ = false;
   bool reads_local_ = false;
   Read given_memory_;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_set.h"
+#include "hooks/alone.h"
 #include "hooks/root_post_backward.h"
 
 namespace composable {
@@ -91,7 +92,7 @@ void Configure(FSDPStateContext& context, FSDPState& root) {
 }  // namespace
 
 std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state) {
-  if (state.context != nullptr) return state.context;
+  if (auto tree = state.tree()) return tree;
   std::shared_ptr<FSDPState> keep;  // released after the lock
   const std::lock_guard<std::mutex> lock(InitMutex());
   if (state.context != nullptr) return state.context;
@@ -119,6 +120,9 @@ std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state) {
     root = &state;
   }
   Configure(*context, *root);
+  for (FSDPState* member : context->states) {
+    member->has_tree.store(true, std::memory_order_release);
+  }
   return context;
 }
 
@@ -157,6 +161,7 @@ void RootPreForward(FSDPStateContext& context) {
 
 void ResetTree(const std::shared_ptr<FSDPStateContext>& context) {
   const std::lock_guard<std::recursive_mutex> lock(context->mutex);
+  CheckAlone(*context, "fully_shard");
   TORCH_CHECK_VALUE(
       context->running_backward.expired(),
       "fully_shard: a backward through modules that are being sharded is "
@@ -165,6 +170,7 @@ void ResetTree(const std::shared_ptr<FSDPStateContext>& context) {
   for (FSDPState* state : context->states) {
     if (state == nullptr) continue;
     state->id = -1;
+    state->has_tree.store(false, std::memory_order_release);
     state->context = nullptr;
   }
 }

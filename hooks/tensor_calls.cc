@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/jit/serialization/pickler_helper.h>
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -47,6 +48,19 @@ Known Find(const at::TensorBase& tensor) {
   return {std::move(state), index, found.is_shard};
 }
 
+// While it lives, is_leaf() does not warn in this thread.
+class Quiet {
+ public:
+  Quiet() { ++depth_; }
+  ~Quiet() { --depth_; }
+  Quiet(const Quiet&) = delete;
+  Quiet& operator=(const Quiet&) = delete;
+  static bool IsQuiet() { return depth_ > 0; }
+
+ private:
+  inline static thread_local int depth_ = 0;
+};
+
 class TensorCalls final : public internal::ForwardingVariableHooks {
  public:
   using ForwardingVariableHooks::ForwardingVariableHooks;
@@ -80,16 +94,52 @@ class TensorCalls final : public internal::ForwardingVariableHooks {
     SyncGradientEdge(*context, *known.state, known.param);
   }
 
+  // A leaf without a gradient runs no hooks; the sink, whose members' hooks
+  // these are, runs for all of its group.
+  unsigned _register_hook(const at::TensorBase& self,
+                          std::function<at::TensorBase(const at::TensorBase&)>
+                              hook) const override {
+    const Known known = Find(self);
+    if (known.state != nullptr && !known.is_shard) {
+      hook = [wrapped = std::move(hook)](const at::TensorBase& gradient) {
+        return gradient.defined() ? wrapped(gradient) : at::TensorBase();
+      };
+    }
+    return ForwardingVariableHooks::_register_hook(self, std::move(hook));
+  }
+
+  void retain_grad(const at::TensorBase& self) const override {
+    const Quiet quiet;  // it asks is_leaf
+    ForwardingVariableHooks::retain_grad(self);
+  }
+
+  void _backward(const at::Tensor& self, at::TensorList inputs,
+                 const std::optional<at::Tensor>& gradient,
+                 std::optional<bool> keep_graph,
+                 bool create_graph) const override {
+    for (const at::Tensor& input : inputs) {
+      const Known known = Find(input);
+      TORCH_CHECK_VALUE(
+          known.state == nullptr || known.is_shard,
+          "backward(inputs = ...) was given the member of parameter '",
+          known->fqn,
+          "', which is a whole parameter; its reduced gradient "
+          "belongs to the shard. Take the inputs from module->parameters().");
+    }
+    ForwardingVariableHooks::_backward(self, inputs, gradient, keep_graph,
+                                       create_graph);
+  }
+
   bool is_leaf(const at::TensorBase& self) const override {
-    if (!InGuardedOperator()) {
+    if (!InGuardedOperator() && !Quiet::IsQuiet()) {
       const Known known = Find(self);
       if (known.state != nullptr && !known.is_shard &&
           !std::exchange(known->warned_as_leaf, true)) {
         TORCH_WARN("Parameter '", known->fqn,
                    "' was asked for through the module's member whether it is "
-                   "a leaf, as an optimizer does. The member is the whole "
-                   "parameter and no leaf: build optimizers from "
-                   "module->parameters(), after fully_shard.");
+                   "a leaf. The member is the whole parameter and no leaf. If "
+                   "an optimizer asked: build it from module->parameters(), "
+                   "after fully_shard.");
       }
     }
     return ForwardingVariableHooks::is_leaf(self);

@@ -8,6 +8,7 @@
 //                                 size, so Module::to(dtype) throws
 //   member.set_data(data)         throws
 //   member.requires_grad_(on)     is done to the shard
+//   backward(inputs = {member})   throws
 //   member.is_leaf()              false, as for any whole parameter; outside of
 //                                 operators it warns once for a parameter,
 //                                 because optimizers ask

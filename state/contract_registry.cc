@@ -1,7 +1,9 @@
 #include "state/contract_registry.h"
 
+#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -56,6 +58,16 @@ void ContractRegistry::Add(
       dead.push_back(std::move(present->second));
       tables_->modules.erase(present);
     }
+  }
+  for (const auto& module : modules) {
+    const auto* entries = tables_->Live(*module);
+    TORCH_CHECK_VALUE(
+        entries == nullptr ||
+            std::none_of(entries->begin(), entries->end(),
+                         [&](const Entry& entry) { return entry.api == api; }),
+        api, " was applied to this module of type ", module->name(),
+        " while it was being applied. Each composable API can be applied to a "
+        "module once.");
   }
   // What may throw comes first.
   std::vector<Entry> added;

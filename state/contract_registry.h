@@ -43,8 +43,9 @@ class ContractRegistry {
  public:
   static ContractRegistry& Get();
 
-  // Records that `api` was applied to `modules`, which share `state`. Nothing
-  // is recorded if it throws.
+  // Records that `api` was applied to `modules`, which share `state`. Throws
+  // c10::ValueError if one of them has it already. Nothing is recorded if it
+  // throws.
   void Add(const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
            const std::string& api,
            const std::shared_ptr<ComposableState>& state);

@@ -94,11 +94,10 @@ class FSDPParam {
   bool has_edge = false;             // P's gradients flow into the sink
   bool warned_as_leaf = false;
 
-  // When a reduction set S.grad() last, by the group's write count and the
-  // version of S.grad(); see GradientReduction.
+  // What a reduction left in S.grad() last, while GradientReduction looks.
   struct Filled {
-    uint64_t writes = 0;
     int64_t version = 0;
+    bool has_values = false;  // other than zero
   };
   std::optional<Filled> filled;
 

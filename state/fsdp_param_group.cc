@@ -80,8 +80,11 @@ void FSDPParamGroup::BuildSegments() {
         extents, {.world_size = communicator_.size(), .itemsize = itemsize});
     segment.buffer_offset = unsharded_bytes_;
     unsharded_bytes_ += RoundUp(segment.layout.unsharded_numel() * itemsize);
+    // Shards without rows have places of their own behind it.
+    const auto places = static_cast<int64_t>(segment.params.size());
     segment.flat_shard =
-        at::zeros({segment.layout.shard_numel()}, segment.dtype);
+        at::zeros({segment.layout.shard_numel() + places}, segment.dtype)
+            .narrow(0, 0, segment.layout.shard_numel());
     for (size_t k = 0; k < segment.params.size(); ++k) {
       FSDPParam& param = params_[segment.params[k]];
       param.Place(static_cast<int>(s), k, segment.layout, communicator_.rank());
@@ -199,6 +202,11 @@ NodePtr FSDPParamGroup::Sink() {
   torch::autograd::edge_list shards;
   for (const auto& param : params_) shards.emplace_back(param.accumulator, 0);
   sink->set_next_edges(std::move(shards));
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (const at::Tensor whole = params_[i].unsharded(); whole.defined()) {
+      internal::AttachMemberHooks(whole, sink, static_cast<uint32_t>(i));
+    }
+  }
   sink_ = WeakNodePtr(sink);
   return sink;
 }
@@ -304,6 +312,15 @@ void FSDPParamGroup::SetShardData(int index, const at::Tensor& data) {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   MarkDirty(index);
+  // Itself and its parameters.
+  const size_t owners = 1 + segment.params.size();
+  if (!warned_of_alias_ && segment.flat_shard.storage().use_count() > owners) {
+    warned_of_alias_ = true;
+    TORCH_WARN("set_data on the shard of parameter '", param.fqn,
+               "' copies into the shard's memory, which other tensors share, "
+               "such as p.data() or p.detach(): they change too. To keep "
+               "values, take p.detach().clone().");
+  }
   if (is_rows) {
     param.RowsIn(segment.flat_shard).copy_(data);
   } else {
@@ -362,6 +379,7 @@ bool FSDPParamGroup::SyncGradientEdge(int index) {
   if (wanted == param.has_edge || !whole.defined()) return false;
   internal::SetGradientEdge(whole, wanted ? Sink() : NodePtr(),
                             static_cast<uint32_t>(index));
+  if (wanted) internal::KeepRetainedGradient(whole);
   param.has_edge = wanted;
   return true;
 }

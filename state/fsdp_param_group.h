@@ -100,7 +100,7 @@ class FSDPParamGroup {
 
   // What set_data on the shard of parameter `index` means: `data` is this
   // rank's rows, or the whole parameter, and is copied. Throws c10::ValueError
-  // if it is neither.
+  // if it is neither. Warns once if other tensors share the shard's memory.
   void SetShardData(int index, const at::Tensor& data);
 
   // Follows what the user last asked of parameter `index` with
@@ -159,6 +159,7 @@ class FSDPParamGroup {
   ShardedState sharded_state_ = ShardedState::kSharded;
   bool dirty_ = false;  // a shard changed since the last gather was issued
   uint64_t writes_ = 0;
+  bool warned_of_alias_ = false;
   BufferPool::Buffer* buffer_ = nullptr;       // while not kSharded
   std::vector<PendingCollectivePtr> gathers_;  // while kUnsharding
 };

@@ -96,7 +96,7 @@ std::vector<std::shared_ptr<torch::nn::Module>> FSDPState::modules() const {
 }
 
 std::unique_lock<std::recursive_mutex> FSDPState::LockTree() const {
-  if (context == nullptr) return {};
+  if (!has_tree.load(std::memory_order_acquire)) return {};
   return std::unique_lock<std::recursive_mutex>(context->mutex);
 }
 

@@ -119,8 +119,13 @@ class FSDPState final : public ComposableState {
   // Gives back what the application changed beside this group.
   std::function<void()> undo;
 
-  // The tree; null before its first use.
+  // The tree; null before its first use. Written by LazyInit and ResetTree.
   std::shared_ptr<FSDPStateContext> context;
+  // `context` is complete: whoever does not hold a lock of it looks here first.
+  std::atomic<bool> has_tree = false;
+  std::shared_ptr<FSDPStateContext> tree() const {
+    return has_tree.load(std::memory_order_acquire) ? context : nullptr;
+  }
   // The state of the nearest module above that has one, once that was sharded.
   std::weak_ptr<FSDPState> parent;
 

@@ -32,6 +32,12 @@ at::Tensor Slice(const at::Tensor& flat, int64_t begin, int64_t numel) {
                               {numel}, {1}, flat.storage_offset() + begin);
 }
 
+// Other than zero.
+bool HasValues(const at::Tensor& gradient) {
+  const c10::impl::ExcludeDispatchKeyGuard below(internal::kGuardKey);
+  return gradient.any().item<bool>();
+}
+
 // A graph through a reduction would be a collective of backward's backward.
 void RefuseToDifferentiate(const at::Tensor& gradient, const std::string& fqn) {
   const NodePtr error = MakeNode<torch::autograd::Error>(
@@ -294,35 +300,38 @@ void GradientReduction::FinishParts(
   }
 }
 
+bool GradientReduction::IsUntrained() const {
+  return writes_at_first_ == group_.writes();
+}
+
 void GradientReduction::SetGradient(FSDPParam& param, at::Tensor rows) {
-  if (!warned_ && WasClearedUnused(param)) {
+  if (!writes_at_first_) writes_at_first_ = group_.writes();
+  if (!warned_ && IsUntrained() && WasClearedUnused(param)) {
     warned_ = true;
     TORCH_WARN("The gradient of '", param.fqn,
-               "' was cleared, and no parameter of its group has changed since "
-               "the backward that set it. The likely cause is an optimizer "
-               "that does not hold the shards, because it was built before "
-               "fully_shard: build it afterwards from module->parameters(), "
-               "or move it with composable::rebind(optimizer, module).");
+               "' was cleared, and no parameter of its group has ever changed. "
+               "The likely cause is an optimizer that does not hold the "
+               "shards, because it was built before fully_shard: build it "
+               "afterwards from module->parameters(), or move it with "
+               "composable::rebind(optimizer, module).");
   }
   AccumulateShardGradient(param.sharded, std::move(rows));
   const at::Tensor& gradient = param.sharded.grad();
-  if (!gradient.defined()) {  // a hook took it
-    param.filled.reset();
-    return;
-  }
+  param.filled.reset();
+  if (!gradient.defined()) return;  // a hook took it
   if (graph_wanted_) RefuseToDifferentiate(gradient, param.fqn);
-  param.filled = {.writes = group_.writes(), .version = gradient._version()};
+  if (!warned_ && IsUntrained()) {
+    param.filled = {.version = gradient._version(),
+                    .has_values = HasValues(gradient)};
+  }
 }
 
-bool GradientReduction::WasClearedUnused(const FSDPParam& param) const {
-  if (!param.filled || param.filled->writes != group_.writes()) return false;
+bool GradientReduction::WasClearedUnused(const FSDPParam& param) {
+  if (!param.filled) return false;
   const at::Tensor& gradient = param.sharded.grad();
   if (!gradient.defined()) return true;
-  if (gradient._version() == param.filled->version || gradient.numel() == 0) {
-    return false;
-  }
-  const c10::impl::ExcludeDispatchKeyGuard below(internal::kGuardKey);
-  return !gradient.any().item<bool>();
+  return gradient._version() != param.filled->version &&
+         param.filled->has_values && !HasValues(gradient);
 }
 
 void GradientReduction::Abandon(BufferPool& pool) {

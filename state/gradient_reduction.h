@@ -19,8 +19,10 @@
 // Note [Gradients that no optimizer uses]
 // An optimizer that does not hold the shards trains nothing, without an error.
 // What shows it: the gradient that a reduction set was cleared, or zeroed, and
-// no shard of the group was written in between. The next reduction then warns,
-// once for a group. (A program that skips a step on purpose sees it too.)
+// no shard of the group was written since the first reduction. The next one
+// then warns, once for a group. (A program that skips its first step on purpose
+// sees it too. A group that has been stepped once is not looked at: the other
+// half of a GAN clears gradients that it does not use.)
 //
 // Thread-compatible: guarded by the mutex of the tree.
 #pragma once
@@ -29,6 +31,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "collectives/buffer_pool.h"
@@ -79,7 +82,9 @@ class GradientReduction {
   void FinishParts(
       const std::function<void(FSDPParam& param, at::Tensor rows)>& take);
   void SetGradient(FSDPParam& param, at::Tensor rows);
-  bool WasClearedUnused(const FSDPParam& param) const;
+  static bool WasClearedUnused(const FSDPParam& param);
+  // No shard of the group was written since the first reduction.
+  bool IsUntrained() const;
   bool IsActive(const Part& part) const;
 
   FSDPParamGroup& group_;
@@ -87,7 +92,8 @@ class GradientReduction {
   BufferPool::Buffer* buffer_ = nullptr;
   bool graph_wanted_ = false;  // by create_graph
   bool warned_ = false;
-  std::vector<bool> has_gradient_;   // of this rank, per parameter
+  std::optional<uint64_t> writes_at_first_;  // reduction, of the group
+  std::vector<bool> has_gradient_;           // of this rank, per parameter
   std::vector<at::Tensor> pending_;  // per part, shaped like the payload
   std::vector<bool> pending_has_gradient_;
   std::vector<PendingCollectivePtr> in_flight_;

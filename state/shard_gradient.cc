@@ -1,6 +1,7 @@
 #include "state/shard_gradient.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -56,10 +57,16 @@ at::Tensor RunShardHooks(const at::Tensor& shard, at::Tensor rows) {
 
 void AccumulateShardGradient(const at::Tensor& shard, at::Tensor rows) {
   rows = RunShardHooks(shard, std::move(rows));
+  if (!rows.defined()) return;  // a hook took it
   at::Tensor& gradient = shard.mutable_grad();
   if (gradient.defined()) {
     gradient.add_(rows);
   } else {
+    // A hook may have kept what it got, or given something of its own.
+    const bool ours = rows.use_count() == 1 &&
+                      rows.strides() == shard.strides() &&
+                      rows.is_non_overlapping_and_dense();
+    if (!ours) rows = at::empty_like(shard).copy_(rows);
     internal::AddGuard(rows);
     gradient = std::move(rows);
   }

@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
@@ -58,6 +59,34 @@ class MemberAutograd final : public torch::autograd::AutogradMeta {
     TORCH_CHECK_VALUE(retains_grad_ || grad_.defined(), message_());
   }
   std::function<std::string()> message_;
+};
+
+// As CppFunctionTensorPreHook, which LibTorch does not export.
+class MemberHooks final : public torch::autograd::FunctionPreHook {
+ public:
+  MemberHooks(std::shared_ptr<torch::autograd::hooks_list> hooks, size_t index)
+      : hooks_(std::move(hooks)), index_(index) {}
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override {
+    torch::autograd::variable_list results = gradients;
+    // By index: a hook may register another one.
+    for (size_t i = 0; i < hooks_->size(); ++i) {  // NOLINT
+      const auto hook = (*hooks_)[i];
+      if (!hook) continue;  // removed
+      const at::TensorBase result = hook(results[index_]);
+      if (!result.defined()) continue;
+      TORCH_CHECK_VALUE(result.sizes() == results[index_].sizes(),
+                        "A hook on a member changed the sizes of its gradient: "
+                        "expected ",
+                        results[index_].sizes(), ", got ", result.sizes(), ".");
+      results[index_] = at::Tensor(result);
+    }
+    return results;
+  }
+
+ private:
+  std::shared_ptr<torch::autograd::hooks_list> hooks_;
+  size_t index_;
 };
 
 void MoveHooks(torch::autograd::AutogradMeta& from,
@@ -201,6 +230,23 @@ void SetGradientEdge(const at::Tensor& parameter, const NodePtr& node,
   torch::autograd::impl::set_gradient_edge(
       parameter,
       node ? torch::autograd::Edge(node, index) : torch::autograd::Edge());
+}
+
+void AttachMemberHooks(const at::Tensor& parameter, const NodePtr& node,
+                       uint32_t index) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(parameter);
+  if (meta == nullptr || meta->cpp_hooks_list_ == nullptr) return;
+  node->add_tensor_pre_hook(
+      std::make_unique<MemberHooks>(meta->cpp_hooks_list_, index));
+}
+
+void KeepRetainedGradient(const at::Tensor& parameter) {
+  auto* meta = torch::autograd::impl::get_autograd_meta(parameter);
+  if (meta == nullptr || !meta->retains_grad_) return;
+  const auto& kept = meta->grad_fn_->retains_grad_hooks();
+  if (kept.find(meta->output_nr_) != kept.end()) return;
+  meta->retains_grad_ = false;
+  parameter.retain_grad();
 }
 
 void SetAccumulator(const at::Tensor& leaf, const NodePtr& node) {

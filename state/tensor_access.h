@@ -109,6 +109,13 @@ void SetGradientEdge(const at::Tensor& parameter, const NodePtr& node,
 // Makes `node`, which the caller keeps, the gradient accumulator of `leaf`.
 void SetAccumulator(const at::Tensor& leaf, const NodePtr& node);
 
+// Hooks that the user registered on the non-leaf `parameter` are kept by its
+// node: hands them to a new one, whose input `index` it becomes.
+void AttachMemberHooks(const at::Tensor& parameter, const NodePtr& node,
+                       uint32_t index);
+// The same for retain_grad(), once the gradient edge is set.
+void KeepRetainedGradient(const at::Tensor& parameter);
+
 // Tells autograd that the values of `parameter` changed, so that a backward
 // through an earlier use of it fails as it does for an in-place change.
 void BumpVersion(const at::Tensor& parameter);

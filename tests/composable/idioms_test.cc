@@ -195,7 +195,8 @@ const std::vector<Idiom>& Idioms() {
          ExpectSameBackward(rank, plain, sharded, MlpLoss);
        }},
       Refused("BackwardWithAMemberAsInput",
-              {"backward(inputs = ...) was given a member", "'second.weight'",
+              {"backward(inputs = ...) was given the member of parameter "
+               "'second.weight'",
                "module->parameters()"},
               [](RankContext& rank, Mlp& m) {
                 const std::vector<Tensor> inputs{m->second->weight};
