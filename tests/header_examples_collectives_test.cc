@@ -30,6 +30,7 @@
 #include "collectives/process_group.h"
 #include "state/shard_layout.h"
 #include "tests/support/counting_store.h"
+#include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
 namespace header_examples {
@@ -219,6 +220,14 @@ TEST(HeaderExamples, CountingStore) {
   store->Fail("the host is gone");
   // example-end
   EXPECT_EQ(store->calls(), 1);
+}
+
+TEST(HeaderExamples, Errors) {
+  // example-begin tests/support/errors.h
+  const std::string text = composable::ErrorOf<c10::ValueError>(
+      [] { composable::default_process_group(); });
+  EXPECT_NE(text.find("init_process_group"), std::string::npos) << text;
+  // example-end
 }
 
 }  // namespace

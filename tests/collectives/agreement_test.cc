@@ -21,6 +21,7 @@
 #include "collectives/divergence.h"
 #include "collectives/order_predictor.h"
 #include "tests/support/counting_store.h"
+#include "tests/support/errors.h"
 #include "tests/support/in_process_backend.h"
 #include "tests/support/manual_backend.h"
 #include "tests/support/ranks.h"
@@ -39,15 +40,6 @@ Collective Gather(const std::string& name) {
 Collective Reduction(const std::string& name) {
   return {CollectiveKind::kReduceScatter, at::zeros({4}),
           MakeCollectiveLabel(name)};
-}
-
-std::string ErrorOf(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const c10::DistError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
 }
 
 bool Contains(const std::string& text, const std::string& part) {
@@ -387,7 +379,7 @@ TEST(OrderAgreementTest, DifferentFromTheStart) {
     std::vector<std::string> errors(2);
     RunCounted(2, [&](Rank& rank) {
       Communicator comm = rank.Make();
-      errors[rank.rank] = ErrorOf([&] {
+      errors[rank.rank] = ErrorOf<c10::DistError>([&] {
         rank.rank == 1 ? c.rank1(comm) : (void)GatherNow(comm, LabelA());
       });
     });
@@ -407,7 +399,7 @@ TEST(OrderAgreementTest, OneOfThreeLeavesTheKnownOrder) {
     for (int i = 0; i < 3; ++i) Turn(comm);
     const auto start = Clock::now();
     const at::Tensor output = at::full({6}, -1.0);
-    errors[rank.rank] = ErrorOf([&] {
+    errors[rank.rank] = ErrorOf<c10::DistError>([&] {
       StartGather(comm, output, rank.rank == 1 ? LabelB() : LabelA())->Wait();
     });
     seconds[rank.rank] =
@@ -416,7 +408,7 @@ TEST(OrderAgreementTest, OneOfThreeLeavesTheKnownOrder) {
       // Nothing was posted, so nothing came.
       EXPECT_TRUE(at::equal(output, at::full({6}, -1.0)));
     }
-    EXPECT_EQ(ErrorOf([&] { GatherNow(comm, LabelA()); }),
+    EXPECT_EQ(ErrorOf<c10::DistError>([&] { GatherNow(comm, LabelA()); }),
               "Rank " + std::to_string(rank.rank) +
                   " can't run all-gather of 'a', because its process group "
                   "failed before: " +
@@ -442,17 +434,19 @@ TEST(OrderAgreementTest, WhatWasPostedAheadIsEnded) {
     Communicator comm = rank.Make();
     for (int i = 0; i < 3; ++i) Turn(comm);
     if (rank.rank == 1) {
-      errors[1] = ErrorOf([&] { ReduceNow(comm, LabelA()); });
+      errors[1] = ErrorOf<c10::DistError>([&] { ReduceNow(comm, LabelA()); });
       return;
     }
     const at::Tensor a = at::zeros({4});
     const at::Tensor b = at::zeros({4});
     const auto first = StartGather(comm, a, LabelA());
     const auto second = StartGather(comm, b, LabelB());
-    errors[0] = ErrorOf([&] { GatherNow(comm, LabelA()); });
+    errors[0] = ErrorOf<c10::DistError>([&] { GatherNow(comm, LabelA()); });
     for (const auto* pending : {&first, &second}) {
-      EXPECT_EQ(ErrorOf([&] { (*pending)->Wait(); }), errors[0]);
-      EXPECT_EQ(ErrorOf([&] { (*pending)->Wait(); }), errors[0]);
+      EXPECT_EQ(ErrorOf<c10::DistError>([&] { (*pending)->Wait(); }),
+                errors[0]);
+      EXPECT_EQ(ErrorOf<c10::DistError>([&] { (*pending)->Wait(); }),
+                errors[0]);
     }
   });
   ExpectOnAll(errors,
@@ -511,7 +505,7 @@ TEST(OrderAgreementTest, ARankThatDoesNotComeInTime) {
         Turn(comm);
         if (rank.rank == 2) gate.Pass();
         const auto start = Clock::now();
-        errors[rank.rank] = ErrorOf([&] {
+        errors[rank.rank] = ErrorOf<c10::DistError>([&] {
           rank.rank == 2 ? GatherNow(comm, LabelA())
                          : GatherNow(comm, LabelB());
         });
@@ -545,8 +539,9 @@ TEST(OrderAgreementTest, AStoreThatFails) {
     rank.store->Fail("Connection reset by peer");
     Turn(comm);  // needs no store
     if (rank.rank == 0) {
-      error = ErrorOf([&] { GatherNow(comm, LabelB()); });
-      EXPECT_TRUE(Contains(ErrorOf([&] { Turn(comm); }), error));
+      error = ErrorOf<c10::DistError>([&] { GatherNow(comm, LabelB()); });
+      EXPECT_TRUE(
+          Contains(ErrorOf<c10::DistError>([&] { Turn(comm); }), error));
     }
   });
   EXPECT_EQ(error,
@@ -593,7 +588,7 @@ TEST(CollectiveErrorsTest, SayWhatFailedAndWhere) {
   backend->Fail(0, "the cable is cut");
   const auto pending = StartGather(comm, at::zeros({4}), LabelA());
   for (int i = 0; i < 2; ++i) {
-    EXPECT_EQ(ErrorOf([&] { pending->Wait(); }),
+    EXPECT_EQ(ErrorOf<c10::DistError>([&] { pending->Wait(); }),
               "all-gather of 'a' failed on rank 0 of 2: the cable is cut. If "
               "another rank has failed, its error is the cause.");
   }
@@ -605,7 +600,8 @@ TEST(CollectiveErrorsTest, OfARankThatHasEnded) {
     Communicator comm = rank.Make();
     for (int i = 0; i < 2; ++i) Turn(comm);
     const auto start = Clock::now();
-    if (rank.rank == 0) error = ErrorOf([&] { GatherNow(comm, LabelA()); });
+    if (rank.rank == 0)
+      error = ErrorOf<c10::DistError>([&] { GatherNow(comm, LabelA()); });
     EXPECT_LT(Clock::now() - start, std::chrono::seconds(10));
   });
   EXPECT_EQ(error.rfind("all-gather of 'a' failed on rank 0 of 2: ", 0), 0U)

@@ -13,11 +13,12 @@
 #include <chrono>
 #include <cstdlib>
 #include <exception>
-#include <functional>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
+
+#include "tests/support/errors.h"
 
 namespace composable {
 namespace {
@@ -30,16 +31,6 @@ const bool kRecorderOff = setenv("TORCH_FR_BUFFER_SIZE", "0", 1) == 0;
 
 c10::intrusive_ptr<c10d::Store> NewStore() {
   return c10::make_intrusive<c10d::HashStore>();
-}
-
-template <typename Error>
-std::string ErrorOf(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
 }
 
 int FreePort() {

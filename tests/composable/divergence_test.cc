@@ -18,6 +18,7 @@
 #include "composable/composable.h"
 #include "state/fsdp_state.h"
 #include "tests/support/counting_store.h"
+#include "tests/support/errors.h"
 #include "tests/support/processes.h"
 #include "tests/support/ranks.h"
 
@@ -68,15 +69,6 @@ void PrintNorm(const torch::nn::Linear& layer) {
   std::cout << layer->weight.norm().item<float>() << std::endl;
 }
 
-std::string ErrorOf(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const c10::DistError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
-
 std::vector<at::Tensor> ShardsAndGradients(const Net& net) {
   std::vector<at::Tensor> all;
   for (const at::Tensor& shard : net->parameters()) {
@@ -119,23 +111,24 @@ std::vector<Result> Diverge(
     const std::function<void(const RankContext&, Net&)>& diverge,
     milliseconds timeout = std::chrono::seconds(20)) {
   std::vector<Result> results(world_size);
-  RunRanks(world_size,
-           [&](RankContext& rank) {
-             Net net = Sharded(rank.group);
-             for (int i = 0; i < 3; ++i) TrainStep(net);
-             const auto before = ShardsAndGradients(net);
-             Result& result = results[rank.rank];
-             const auto start = Clock::now();
-             result.error = ErrorOf([&] { diverge(rank, net); });
-             result.time = Clock::now() - start;
-             ExpectEqual(ShardsAndGradients(net), before);
-             const auto again = Clock::now();
-             if (result.error != "no error") {
-               result.next_error = ErrorOf([&] { Evaluate(net); });
-               EXPECT_LT(Clock::now() - again, milliseconds(500));
-             }
-           },
-           {.timeout = timeout});
+  RunRanks(
+      world_size,
+      [&](RankContext& rank) {
+        Net net = Sharded(rank.group);
+        for (int i = 0; i < 3; ++i) TrainStep(net);
+        const auto before = ShardsAndGradients(net);
+        Result& result = results[rank.rank];
+        const auto start = Clock::now();
+        result.error = ErrorOf<c10::DistError>([&] { diverge(rank, net); });
+        result.time = Clock::now() - start;
+        ExpectEqual(ShardsAndGradients(net), before);
+        const auto again = Clock::now();
+        if (result.error != "no error") {
+          result.next_error = ErrorOf<c10::DistError>([&] { Evaluate(net); });
+          EXPECT_LT(Clock::now() - again, milliseconds(500));
+        }
+      },
+      {.timeout = timeout});
   return results;
 }
 
@@ -246,7 +239,7 @@ TEST(DivergenceTest, UnequalModulesAreFoundAtTheFirstGather) {
   std::vector<std::string> errors(2);
   RunRanks(2, [&](RankContext& rank) {
     Net net = Sharded(rank.group, rank.rank == 0 ? 8 : 16);
-    errors[rank.rank] = ErrorOf([&] { TrainStep(net); });
+    errors[rank.rank] = ErrorOf<c10::DistError>([&] { TrainStep(net); });
     ExpectAllSharded(net);
   });
   EXPECT_THAT(
@@ -271,7 +264,7 @@ TEST(DivergenceTest, OtherNamesOfParameters) {
   RunRanks(2, [&](RankContext& rank) {
     OtherName module(rank.rank == 0 ? "scale" : "shift");
     fully_shard(module, rank.options());
-    errors[rank.rank] = ErrorOf([&] { module->weight.sum(); });
+    errors[rank.rank] = ErrorOf<c10::DistError>([&] { module->weight.sum(); });
   });
   EXPECT_THAT(errors[0],
               AllOf(HasSubstr("rank 0: all-gather of '(root)' (32 bytes"),
@@ -288,8 +281,8 @@ TEST(DivergenceTest, EqualTreesOverOneProcessGroup) {
       TrainStep(first);
       TrainStep(second);
     }
-    errors[rank.rank] =
-        ErrorOf([&] { Evaluate(rank.rank == 0 ? first : second); });
+    errors[rank.rank] = ErrorOf<c10::DistError>(
+        [&] { Evaluate(rank.rank == 0 ? first : second); });
   });
   EXPECT_THAT(errors[0], AllOf(HasSubstr("rank 0: all-gather of 'fc1' ("),
                                HasSubstr("sharded module 1, plan "),
@@ -303,9 +296,9 @@ TEST(DivergenceTest, ANewProcessGroupTrainsOn) {
   RunRanks(2, [&](RankContext& rank) {
     Net net = Sharded(rank.group);
     TrainStep(net);
-    EXPECT_THAT(
-        ErrorOf([&] { PrintNorm(rank.rank == 0 ? net->fc1 : net->fc2); }),
-        StartsWith(kDifferent));
+    EXPECT_THAT(ErrorOf<c10::DistError>(
+                    [&] { PrintNorm(rank.rank == 0 ? net->fc1 : net->fc2); }),
+                StartsWith(kDifferent));
     Net again = Sharded(init_process_group(store, rank.rank, 2));
     for (int i = 0; i < 3; ++i) TrainStep(again);
   });
@@ -342,7 +335,7 @@ int RunAsRank(const std::string& way) {
   Net net = Sharded(group);
   for (int i = 0; i < 3; ++i) TrainStep(net);
   const auto start = Clock::now();
-  const std::string error = ErrorOf([&] {
+  const std::string error = ErrorOf<c10::DistError>([&] {
     if (rank() == printing) PrintNorm(net->fc2);
     if (way == "others go on") {
       for (int i = 0; i < 3; ++i) TrainStep(net);

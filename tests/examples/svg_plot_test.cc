@@ -15,6 +15,7 @@
 
 #include "examples/support/xml_text.h"
 #include "tests/examples/svg_plots.h"
+#include "tests/support/errors.h"
 #include "tests/support/processes.h"
 
 namespace composable {
@@ -229,25 +230,16 @@ TEST(SvgPlotText, HasPaperAndADarkScheme) {
                              "fill: #181a1b; }"));
 }
 
-template <typename Body>
-std::string ValueErrorOf(const Body& body) {
-  try {
-    body();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no c10::ValueError";
-}
-
 TEST_F(SvgPlotTest, FailedWritesAndWrongSeriesAreErrors) {
   const std::string missing = folder_ / "missing/plot.svg";
-  EXPECT_THAT(ValueErrorOf([&] { WriteSvgPlot(missing, {}, {}); }),
+  EXPECT_THAT(ErrorOf<c10::ValueError>([&] { WriteSvgPlot(missing, {}, {}); }),
               HasSubstr("can't write the plot to " + missing +
                         ": No such file or directory"));
-  EXPECT_THAT(ValueErrorOf([&] { WriteSvgPlot("/dev/full", {}, {}); }),
-              HasSubstr("can't write the plot to /dev/full: No space left on "
-                        "device"));
-  EXPECT_THAT(ValueErrorOf([&] {
+  EXPECT_THAT(
+      ErrorOf<c10::ValueError>([&] { WriteSvgPlot("/dev/full", {}, {}); }),
+      HasSubstr("can't write the plot to /dev/full: No space left on "
+                "device"));
+  EXPECT_THAT(ErrorOf<c10::ValueError>([&] {
                 SvgPlot({}, {{.name = "loss", .x = {1}, .y = {1, 2}}});
               }),
               HasSubstr("expected as many x as y in the series 'loss', but got "

@@ -24,6 +24,7 @@
 
 #include "state/tensor_access.h"
 #include "tests/hooks/small_models.h"
+#include "tests/support/errors.h"
 
 namespace composable {
 namespace {

@@ -20,6 +20,7 @@
 #include "hooks/root_post_backward.h"
 #include "hooks/root_pre_forward.h"
 #include "tests/hooks/small_models.h"
+#include "tests/support/errors.h"
 
 namespace composable {
 namespace {

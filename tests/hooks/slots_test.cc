@@ -11,6 +11,7 @@
 #include "hooks/post_forward.h"
 #include "hooks/unshard.h"
 #include "tests/hooks/small_models.h"
+#include "tests/support/errors.h"
 
 namespace composable {
 namespace {

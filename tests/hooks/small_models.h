@@ -8,10 +8,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 #include <torch/nn/modules/linear.h>
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -64,16 +62,6 @@ inline FSDPState& StateOf(const ModuleRef& module) {
 }
 inline bool IsSharded(const ModuleRef& module) {
   return StateOf(module).group()->is_sharded();
-}
-
-template <typename Error = c10::Error>
-std::string ErrorOf(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
 }
 
 }  // namespace composable

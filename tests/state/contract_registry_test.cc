@@ -9,7 +9,6 @@
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
 
-#include <functional>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -17,6 +16,7 @@
 #include <vector>
 
 #include "composable/contract.h"
+#include "tests/support/errors.h"
 
 namespace composable {
 namespace {
@@ -55,16 +55,6 @@ struct TestState : ComposableState {
   static int alive;
 };
 int TestState::alive = 0;
-
-template <typename Error = c10::ValueError>
-std::string ErrorOf(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
 
 // --- ContractRegistry --------------------------------------------------------
 
@@ -212,7 +202,7 @@ TEST(ContractTest, ApisCompose) {
 TEST(ContractTest, AppliedTwice) {
   const auto module = std::make_shared<Tree>();
   const auto state = kNoop(module, 1);
-  EXPECT_EQ(ErrorOf([&] { kNoop(module, 2); }),
+  EXPECT_EQ(ErrorOf<c10::ValueError>([&] { kNoop(module, 2); }),
             "noop_api was already applied to this module of type Tree. Each "
             "composable API can be applied to a module once.");
   EXPECT_EQ(kNoop.state(module), state);
@@ -223,7 +213,7 @@ TEST(ContractTest, AppliedTwiceAsPartOfAList) {
   const auto one = std::make_shared<Leaf>();
   const auto two = std::make_shared<Leaf>();
   kNoop(two, 1);
-  EXPECT_THAT(ErrorOf([&] {
+  EXPECT_THAT(ErrorOf<c10::ValueError>([&] {
                 kNoop(Modules{one, two}, 2);
               }),
               HasSubstr("was already applied to this module of type Leaf"));
@@ -239,7 +229,7 @@ TEST(ContractTest, ListOfModulesSharesAState) {
 }
 
 TEST(ContractTest, EmptyList) {
-  EXPECT_EQ(ErrorOf([] { kNoop(Modules{}, 1); }),
+  EXPECT_EQ(ErrorOf<c10::ValueError>([] { kNoop(Modules{}, 1); }),
             "noop_api: expected at least one module, got an empty list.");
 }
 
@@ -278,7 +268,7 @@ std::string ErrorOfChange(Change change) {
         change(static_cast<Tree&>(*modules[0]));
         return std::make_shared<TestState>();
       });
-  const std::string error = ErrorOf([&] { api(module); });
+  const std::string error = ErrorOf<c10::ValueError>([&] { api(module); });
   EXPECT_FALSE(ContractRegistry::Get().Applied(*module, "bad_api"));
   return error;
 }
