@@ -2,8 +2,7 @@
 //
 // ReadLaunchEnvironment() chooses among these; use it instead:
 //
-//   const composable::LaunchVariables any(std::getenv, "");
-//   if (composable::IsOpenMpi(any)) env = composable::ReadOpenMpi(std::getenv);
+//   composable::LaunchEnvironment env = composable::ReadLaunchEnvironment();
 //
 // Where MASTER_ADDR is not set, the store is at 127.0.0.1 if all ranks are on
 // one host. On several hosts Slurm's list of the step's hosts begins with that

@@ -1,7 +1,8 @@
 // What each rank answered when the order of collectives had to be agreed, and
 // the errors that follow from it.
 //
-//   std::vector<composable::RankAnswer> answers = ...;   // one per rank
+//   std::vector<composable::RankAnswer> answers;   // one per rank
+//   answers.push_back(composable::RankAnswer::Decode(bytes));
 //   composable::DivergenceText(answers);
 //   // Ranks are about to run different collectives over one process group
 //   // (their 17th): rank 0: all-gather of 'blocks.1'; ranks 1-3: ...

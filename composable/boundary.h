@@ -2,6 +2,7 @@
 //
 //   struct BlockImpl : torch::nn::Module {
 //     at::Tensor forward(const at::Tensor& x) { return fc(x).relu(); }
+//     at::Tensor extra_method(const at::Tensor& x) { return fc(x); }
 //     torch::nn::Linear fc{register_module("fc", torch::nn::Linear(4, 4))};
 //   };
 //   COMPOSABLE_MODULE(Block);   // in place of TORCH_MODULE(Block)

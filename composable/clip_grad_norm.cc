@@ -48,10 +48,10 @@ class Norm {
     auto* values = sent.mutable_data_ptr<double>();
     values[0] = part.value;
     values[1] = std::isnan(part.value) ? 1 : 0;
-    part.communicator->AllReduce(sent,
-                                 IsMax() ? Communicator::Reduction::kMax
-                                         : Communicator::Reduction::kSum,
-                                 MakeCollectiveLabel("clip_grad_norm_"));
+    part.communicator->AllReduce(
+        sent,
+        IsMax() ? Communicator::Reduction::kMax : Communicator::Reduction::kSum,
+        MakeCollectiveLabel("clip_grad_norm_"));
     return values[1] != 0 ? std::numeric_limits<double>::quiet_NaN()
                           : values[0];
   }

@@ -1,7 +1,7 @@
 // Differences between the LibTorch versions that the project builds with
 // (2.11 to 2.15), in one place.
 //
-//   class MySink final : public composable::OwningNode { ... };
+//   // MySink derives from composable::OwningNode.
 //   composable::NodePtr sink = composable::MakeNode<MySink>();
 #pragma once
 

@@ -1,7 +1,13 @@
 // LibTorch's calls on tensors that are no operators, handed on unchanged: a base
 // to override some of them.
 //
-//   class Mine : public composable::internal::ForwardingVariableHooks { ... };
+//   class Mine final : public composable::internal::ForwardingVariableHooks {
+//     using ForwardingVariableHooks::ForwardingVariableHooks;
+//     void retain_grad(const at::TensorBase& self) const override {
+//       std::cout << "retain_grad\n";
+//       ForwardingVariableHooks::retain_grad(self);
+//     }
+//   };
 //   at::impl::SetVariableHooks(new Mine(at::impl::GetVariableHooks()));
 #pragma once
 
@@ -10,6 +16,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "state/compatibility.h"
 

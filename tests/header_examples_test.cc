@@ -1,6 +1,6 @@
 // The examples in the opening comments of the headers, as they stand there.
 // documented_examples_test.py compares: a region is named after its header, and
-// only white space may differ.
+// only white space may differ. Those of collectives/ have a file of their own.
 //
 // Examples run where one process can run them. Those that need a launcher or a
 // backward in progress are only compiled; tests of their own cover them.
@@ -22,33 +22,40 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/backends.h"
 #include "collectives/buffer_pool.h"
 #include "collectives/communicator.h"
-#include "collectives/environment.h"
 #include "composable/composable.h"
 #include "composable/module_ref.h"
+#include "examples/burgers.h"
 #include "examples/gpt.h"
 #include "examples/support/byte_text.h"
+#include "examples/support/plot_axis.h"
 #include "examples/support/progress.h"
+#include "examples/support/svg_plot.h"
 #include "examples/support/table.h"
+#include "examples/support/xml_text.h"
+#include "hooks/forward_scope.h"
 #include "hooks/gradient_sink.h"
 #include "hooks/pre_backward.h"
 #include "hooks/pre_forward.h"
 #include "hooks/root_pre_forward.h"
+#include "state/allow_shard_math.h"
 #include "state/compatibility.h"
 #include "state/contract_registry.h"
+#include "state/forwarding_variable_hooks.h"
 #include "state/fsdp_param_group.h"
 #include "state/fsdp_state.h"
 #include "state/fully_shard_options.h"
 #include "state/gradient_reduction.h"
 #include "state/managed_params.h"
 #include "state/pass_order.h"
+#include "state/shard_gradient.h"
 #include "state/shard_layout.h"
 #include "state/storage_registry.h"
 #include "state/tensor_access.h"
 #include "state/trace.h"
 #include "state/training_state.h"
+#include "state/tree_snapshot.h"
 #include "tests/support/data_parallel_reference.h"
 #include "tests/support/gradient_check.h"
 #include "tests/support/in_process_backend.h"
@@ -63,13 +70,16 @@ namespace {
 
 using data_parallel::DataParallelStep;
 using data_parallel::FlatGroup;
+using examples::Burgers;
 using examples::ByteBatches;
 using examples::FormatBytes;
 using examples::FormatTable;
 using examples::GPT;
 using examples::GPTConfig;
+using examples::PlotAxis;
 using examples::Progress;
 using examples::ReadText;
+using examples::XmlText;
 
 const GPTConfig kConfig = {.seq = 8, .layers = 2, .dim = 8, .heads = 2};
 
@@ -96,73 +106,34 @@ struct Sharded {
   at::Tensor batch = torch::randint(256, {2, 9});
 };
 
-// --- collectives --------------------------------------------------------------
-
-TEST(HeaderExamples, Backends) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  const int rank = 0;
-  const int world_size = 1;
-  const std::chrono::seconds timeout(10);
-  // example-begin collectives/backends.h
-  c10::intrusive_ptr<c10d::Backend> gloo =
-      composable::MakeGlooBackend(store, rank, world_size, timeout);
-  // example-end
-  EXPECT_EQ(gloo->getSize(), 1);
-}
-
-TEST(HeaderExamples, BufferPool) {
-  const size_t bytes = 5000;
-  // example-begin collectives/buffer_pool.h
-  composable::BufferPool pool;
-  composable::BufferPool::Buffer* buffer = pool.Acquire(bytes);
-  std::memset(buffer->data, 0, bytes);
-  pool.Release(buffer);  // kept for the next Acquire
-  pool.Purge();          // between iterations: give the memory back
-  // example-end
-  EXPECT_EQ(pool.committed_bytes(), 0u);
-}
-
-TEST(HeaderExamples, Communicator) {
-  composable::RunRanks(2, [](composable::RankContext& rank) {
-    const auto& group = rank.group;
-    at::Tensor whole = torch::zeros({4});
-    at::Tensor shard = torch::full({2}, static_cast<float>(rank.rank));
-    // example-begin collectives/communicator.h
-    composable::Communicator comm(group, c10::kCPU);
-    auto pending = comm.AllGather(whole, shard);  // returns at once
-    // ... other work ...
-    pending->Wait();  // `whole` may be read now
-    // example-end
-    EXPECT_TRUE(torch::equal(whole, torch::tensor({0.f, 0.f, 1.f, 1.f})));
-  });
-}
-
-[[maybe_unused]] void LaunchEnvironment() {
-  // example-begin collectives/environment.h
-  composable::LaunchEnvironment env = composable::ReadLaunchEnvironment();
-  std::cout << "rank " << env.rank << " of " << env.world_size << "\n";
-  // example-end
-}
-
-[[maybe_unused]] void ProcessGroup() {
-  // example-begin collectives/process_group.h
-  auto group = composable::init_process_group();  // torchrun's environment
-  // ... train ...
-  composable::destroy_process_group();  // optional
-  // example-end
-}
-
 // --- state --------------------------------------------------------------------
 
-struct MySink : torch::autograd::Node {
+TEST(HeaderExamples, AllowShardMath) {
+  Sharded sharded;
+  auto& model = sharded.model;
+  at::Tensor loss = model->loss(sharded.batch);
+  // example-begin state/allow_shard_math.h
+  composable::AllowShardMath allowed;
+  for (const auto& p : model->parameters()) loss = loss + 1e-4 * p.pow(2).sum();
+  loss.backward();
+  // example-end
+  EXPECT_TRUE(model->parameters()[0].grad().defined());
+}
+
+class MySink final : public composable::OwningNode {
+ public:
   torch::autograd::variable_list apply(
       torch::autograd::variable_list&& gradients) override {
     return std::move(gradients);
   }
+
+ private:
+  void Release() override {}
 };
 
 TEST(HeaderExamples, Compatibility) {
   // example-begin state/compatibility.h
+  // MySink derives from composable::OwningNode.
   composable::NodePtr sink = composable::MakeNode<MySink>();
   // example-end
   EXPECT_EQ(sink->name(), MySink().name());
@@ -202,6 +173,19 @@ TEST(HeaderExamples, FsdpState) {
   state->group()->sharded_state();  // kSharded after a backward
   // example-end
   EXPECT_TRUE(state->group()->is_sharded());
+}
+
+[[maybe_unused]] void ForwardingVariableHooks() {
+  // example-begin state/forwarding_variable_hooks.h
+  class Mine final : public composable::internal::ForwardingVariableHooks {
+    using ForwardingVariableHooks::ForwardingVariableHooks;
+    void retain_grad(const at::TensorBase& self) const override {
+      std::cout << "retain_grad\n";
+      ForwardingVariableHooks::retain_grad(self);
+    }
+  };
+  at::impl::SetVariableHooks(new Mine(at::impl::GetVariableHooks()));
+  // example-end
 }
 
 [[maybe_unused]] void Options(const torch::nn::Linear& block) {
@@ -255,6 +239,15 @@ TEST(HeaderExamples, PassOrder) {
   EXPECT_EQ(order.NextUse(0), 2u);
 }
 
+TEST(HeaderExamples, ShardGradient) {
+  const at::Tensor shard = torch::zeros({2}, torch::requires_grad());
+  const at::Tensor rows = torch::ones({2});
+  // example-begin state/shard_gradient.h
+  composable::AccumulateShardGradient(shard, rows);
+  // example-end
+  EXPECT_TRUE(torch::equal(shard.grad(), torch::ones({2})));
+}
+
 TEST(HeaderExamples, ShardLayout) {
   // example-begin state/shard_layout.h
   // Linear(64, 128): weight [128, 64] and bias [128], float32, 2 ranks.
@@ -302,12 +295,42 @@ TEST(HeaderExamples, Trace) {
 }
 
 TEST(HeaderExamples, TrainingState) {
+  auto tree_state = composable::TrainingState::kIdle;
   // example-begin state/training_state.h
-  composable::ToString(composable::ShardedState::kUnsharding);
+  composable::Transition(&tree_state, composable::TreeEvent::kBeginForward);
+  composable::CheckGroupTransition(tree_state,
+                                   composable::ShardedState::kSharded,
+                                   composable::GroupEvent::kIssueUnshard);
   // example-end
+  EXPECT_EQ(tree_state, composable::TrainingState::kForward);
+}
+
+TEST(HeaderExamples, TreeSnapshot) {
+  Sharded sharded;
+  auto& context =
+      *composable::LazyInit(*composable::fully_shard.state(sharded.model));
+  const auto& roots = context.roots;
+  // example-begin state/tree_snapshot.h
+  context.snapshot.Check(roots);  // at the start of each forward
+  // example-end
+  EXPECT_EQ(roots.size(), 1u);
 }
 
 // --- hooks --------------------------------------------------------------------
+
+TEST(HeaderExamples, ForwardScope) {
+  Sharded sharded;
+  auto& block = sharded.block;
+  const at::Tensor x = torch::ones({2, 8, 8});
+  at::Tensor y;
+  // example-begin hooks/forward_scope.h
+  {
+    const composable::internal::ForwardScope scope(*block);  // gathered
+    y = block->forward(x);
+  }  // left
+  // example-end
+  EXPECT_EQ(y.sizes(), x.sizes());
+}
 
 [[maybe_unused]] void GradientSink(
     composable::FSDPParamGroup* group,
@@ -342,6 +365,25 @@ TEST(HeaderExamples, RootPreForward) {
 }
 
 // --- composable ---------------------------------------------------------------
+
+[[maybe_unused]] void Boundary(const at::Tensor& x) {
+  at::Tensor y;
+  // example-begin composable/boundary.h
+  struct BlockImpl : torch::nn::Module {
+    at::Tensor forward(const at::Tensor& x) { return fc(x).relu(); }
+    at::Tensor extra_method(const at::Tensor& x) { return fc(x); }
+    torch::nn::Linear fc{register_module("fc", torch::nn::Linear(4, 4))};
+  };
+  COMPOSABLE_MODULE(Block);  // in place of TORCH_MODULE(Block)
+
+  Block block;
+  composable::fully_shard(block);
+  y = block(x);                    // through the boundary
+  y = composable::call(block, x);  // the same, for any module
+  composable::ForwardScope scope(block);
+  y = block->extra_method(x);  // and for any method
+  // example-end
+}
 
 TEST(HeaderExamples, ClipGradNorm) {
   Sharded sharded;
@@ -432,6 +474,14 @@ TEST(HeaderExamples, ModuleRef) {
   EXPECT_EQ(calls_of_f, 3);
 }
 
+[[maybe_unused]] void Rebind(const GPT& model) {
+  // example-begin composable/rebind.h
+  torch::optim::AdamW optimizer(model->parameters());
+  composable::fully_shard(model);
+  composable::rebind(optimizer, model);
+  // example-end
+}
+
 TEST(HeaderExamples, StateDict) {
   Sharded sharded;
   auto& model = sharded.model;
@@ -456,6 +506,17 @@ TEST(HeaderExamples, Stats) {
 
 // --- examples -----------------------------------------------------------------
 
+TEST(HeaderExamples, Burgers) {
+  const auto rank = OneRank();
+  const auto& group = rank.group;
+  // example-begin examples/burgers.h
+  const Burgers fine(group, /*cells_here=*/256);
+  at::Tensor u = fine.Centers().sin();  // this rank's cells
+  u = fine.Advance(u, /*t=*/0, /*dt=*/1e-3);
+  // example-end
+  EXPECT_EQ(u.numel(), 256);
+}
+
 [[maybe_unused]] void ByteText(int64_t rank, int64_t world_size) {
   // example-begin examples/support/byte_text.h
   at::Tensor text = ReadText({"book.txt"});
@@ -465,6 +526,19 @@ TEST(HeaderExamples, Stats) {
     std::cout << batch.sizes() << "\n";  // [4, 129], int64
   }
   // example-end
+}
+
+TEST(HeaderExamples, PlotAxis) {
+  testing::internal::CaptureStdout();
+  // example-begin examples/support/plot_axis.h
+  const PlotAxis axis({1.2, 5.5, 3.0}, PlotAxis::Scale::kLinear);
+  axis.Position(3.0);  // 0 at the start of the axis, 1 at its end
+  for (const auto& tick : axis.ticks()) {
+    std::cout << tick.value << " is labelled " << tick.label << "\n";
+  }
+  // example-end
+  EXPECT_NE(testing::internal::GetCapturedStdout().find("2 is labelled 2\n"),
+            std::string::npos);
 }
 
 TEST(HeaderExamples, Progress) {
@@ -477,6 +551,17 @@ TEST(HeaderExamples, Progress) {
   // example-end
 }
 
+[[maybe_unused]] void SvgPlot(const std::vector<double>& losses) {
+  // example-begin examples/support/svg_plot.h
+  examples::WriteSvgPlot("loss.svg",
+                         {.title = "Training",
+                          .x_label = "step",
+                          .y_label = "loss",
+                          .log_y = true},
+                         {{.name = "sharded", .y = losses}});
+  // example-end
+}
+
 TEST(HeaderExamples, Table) {
   testing::internal::CaptureStdout();
   // example-begin examples/support/table.h
@@ -484,6 +569,14 @@ TEST(HeaderExamples, Table) {
   // example-end
   EXPECT_EQ(testing::internal::GetCapturedStdout(),
             "rank     held\n   0  2.0 MiB\n");
+}
+
+TEST(HeaderExamples, XmlText) {
+  std::string svg;
+  // example-begin examples/support/xml_text.h
+  svg += "<text>" + XmlText("loss < 1") + "</text>";  // loss &lt; 1
+  // example-end
+  EXPECT_EQ(svg, "<text>loss &lt; 1</text>");
 }
 
 // --- tests --------------------------------------------------------------------

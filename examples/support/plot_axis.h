@@ -2,7 +2,9 @@
 //
 //   const PlotAxis axis({1.2, 5.5, 3.0}, PlotAxis::Scale::kLinear);
 //   axis.Position(3.0);          // 0 at the start of the axis, 1 at its end
-//   for (const auto& tick : axis.ticks()) ... tick.value, tick.label
+//   for (const auto& tick : axis.ticks()) {
+//     std::cout << tick.value << " is labelled " << tick.label << "\n";
+//   }
 #pragma once
 
 #include <string>

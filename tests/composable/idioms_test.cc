@@ -480,5 +480,14 @@ TEST_P(IdiomTest, IsRightOrNamesTheFix) {
 INSTANTIATE_TEST_SUITE_P(All, IdiomTest, testing::ValuesIn(Idioms()),
                          [](const auto& info) { return info.param.name; });
 
+TEST(WarningsOfThisThreadTest, CountsThoseThatHaveAText) {
+  // example-begin tests/composable/warnings.h
+  composable::WarningsOfThisThread warnings;
+  TORCH_WARN("The gradient was cleared.");
+  EXPECT_EQ(warnings.Count("was cleared"), 1) << warnings.text();
+  // example-end
+  EXPECT_EQ(warnings.Count("was kept"), 0);
+}
+
 }  // namespace
 }  // namespace composable

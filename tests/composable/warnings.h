@@ -1,7 +1,7 @@
 // Collects the warnings that the code of a test causes in its thread.
 //
 //   composable::WarningsOfThisThread warnings;
-//   ... something that warns ...
+//   TORCH_WARN("The gradient was cleared.");
 //   EXPECT_EQ(warnings.Count("was cleared"), 1) << warnings.text();
 #pragma once
 

@@ -32,6 +32,13 @@ using Labels = std::vector<std::string>;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
+[[maybe_unused]] void Example() {
+  // example-begin tests/examples/svg_plots.h
+  nlohmann::json plot = composable::ReadSvgPlot("loss.svg");
+  EXPECT_EQ(plot["legend"][0], "sharded");
+  // example-end
+}
+
 class SvgPlotTest : public testing::Test {
  protected:
   // Writes, reads, and checks what holds for all plots.

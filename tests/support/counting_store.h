@@ -2,7 +2,7 @@
 //
 //   auto shared = c10::make_intrusive<c10d::HashStore>();
 //   auto store = c10::make_intrusive<composable::CountingStore>(shared);
-//   ... use it ...
+//   store->add("key", 1);
 //   store->calls();   // all but looks
 //   store->Fail("the host is gone");
 //

@@ -19,9 +19,8 @@ RUN = os.path.join("tools", "run")
 TRAIN_GPT = os.path.join("examples", "train_gpt")
 STALLING_TRAINER = os.path.join("tests", "tools", "stalling_trainer")
 
-# The operation that a rank was in, as its error names it. Gloo's own words, which
-# name none, stand in where an error comes from outside of the library.
-OPERATION = r"(all-gather|reduce-scatter|all-reduce) of |Connection (closed|reset) by peer"
+# The operation that a rank was in, as its error names it.
+OPERATION = r"(all-gather|reduce-scatter|all-reduce) of "
 
 
 def rank_pids(launcher):
