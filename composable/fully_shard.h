@@ -29,15 +29,20 @@
 //    are sharded, stay plain: their gradients are those of this rank alone.
 //
 // Not noticed, and wrong:
-//  * torch::nn::utils::clip_grad_norm_ sees shards only: use
-//    composable::clip_grad_norm_. An optimizer that looks across elements, such
-//    as LBFGS, sees this rank's rows only.
-//  * backward(..., inputs = module->parameters()) leaves no gradients.
-//  * An optimizer built before fully_shard trains nothing.
-//  * Hooks registered on module->parameters() are not run.
-//  * module->clone() copies shards. Clone first, shard the clone, and use
-//    full_state_dict and load_full_state_dict.
-//  * Ranks that read groups in different orders get each other's bytes.
+//  * Reductions over shards or their gradients in several steps: in
+//    p.grad().pow(2).sum() the operator that sums sees a plain tensor. Norms and
+//    sums that are taken of them at once throw.
+//  * torch::nn::init::orthogonal_ and dirac_ on a shard treat this rank's rows
+//    as the whole. Initialise before fully_shard.
+//  * Writes to a shard through a raw pointer, without mark_dirty() of the
+//    handle; and raw pointers to a whole parameter that are kept over an
+//    operator that reads others.
+//  * Ranks that go different ways over a process group that was not made by
+//    init_process_group: the order of its collectives is not checked.
+//  * Several trees over one process group, used by several threads.
+//  * Ranks that shard a module with other values, or that load or change the
+//    shards of one rank alone.
+// docs/gotchas.md says what other code does, and what to write instead.
 #pragma once
 
 #include <initializer_list>

@@ -30,10 +30,10 @@ std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state);
 // context's mutex must be held.
 void SyncGradientEdge(FSDPStateContext& context, FSDPState& state, int param);
 
-// Starts a forward if none is running. After a backward that threw, waits for
-// what it left in flight and frees it first. Throws c10::ValueError if a shard
-// was cut off its group, or if a backward of the tree runs in another thread.
-// The context's mutex must be held.
+// Starts a forward if none is running. Throws c10::ValueError if a parameter was
+// registered or replaced since the last one, a shard or a member was given other
+// memory, or a backward of the tree runs in another thread. The context's mutex
+// must be held.
 void RootPreForward(FSDPStateContext& context);
 
 // Makes the next use of the tree find its root again. Throws c10::ValueError if

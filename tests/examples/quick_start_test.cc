@@ -84,7 +84,7 @@ int QuickStart() {
   // example-begin quick_start
 #include "composable/composable.h"
 
-composable::init_process_group();            // torchrun's environment
+composable::init_process_group();            // torchrun, mpirun, srun
 GPT model(config);
 for (auto& block : *model->blocks) composable::fully_shard(block);
 composable::fully_shard(model);
