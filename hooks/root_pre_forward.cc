@@ -87,6 +87,9 @@ void Configure(FSDPStateContext& context, FSDPState& root) {
     }
   }
   context.pool.set_min_capacity(slot_bytes);
+  for (FSDPState* state : context.states) {
+    state->has_tree.store(true, std::memory_order_release);
+  }
 }
 
 }  // namespace
@@ -107,6 +110,7 @@ std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state) {
     builder.Visit(*module, "");
     context->roots.push_back(module);
   }
+  if (!context->states.empty()) Configure(*context, *root);
   if (state.context == nullptr) {
     // The module was taken out of the tree since, or is used by a list whose
     // first module is gone: it is a tree of its own.
@@ -117,11 +121,7 @@ std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state) {
     state.context = context;
     state.id = 0;
     context->states.push_back(&state);
-    root = &state;
-  }
-  Configure(*context, *root);
-  for (FSDPState* member : context->states) {
-    member->has_tree.store(true, std::memory_order_release);
+    Configure(*context, state);
   }
   return context;
 }
