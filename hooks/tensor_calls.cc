@@ -151,11 +151,15 @@ constexpr char kShardMark[] = "composable_shard";
 using Marks = std::unordered_map<std::string, bool>;
 
 void OnSave(const at::Tensor& tensor, Marks& marks) {
-  const Known known = Find(tensor);
-  if (known.state == nullptr || !known.is_shard) return;
+  GuardedStorage found;
+  if (!FindGuardedStorage(tensor, &found) || !found.is_shard) return;
+  const auto state = found.state.lock();
+  if (state == nullptr) return;
+  const FSDPParamGroup& group = *state->group();
+  const int param = group.FindShard(found.segment, tensor.storage_offset());
   TORCH_CHECK_VALUE(
       AllowShardMath::IsAllowed(), "torch::save of the shard of parameter '",
-      known->fqn,
+      group.params()[param].fqn,
       "' would write this rank's rows only, which no other module "
       "can read. Save composable::full_state_dict(module), or load that into a "
       "plain module and save it. To save the rows anyway, hold a "

@@ -1,12 +1,15 @@
 // What C++ programs do with parameters through members, and with the shards that
 // module->parameters() holds: each is right, or an error or a warning that names
 // the way out.
+#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <functional>
+#include <memory>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "composable/rebind.h"
@@ -47,6 +50,13 @@ std::vector<Tensor> MeanOverRanks(
   for (Tensor& tensor : sum) tensor = tensor / rank.world_size;
   return sum;
 }
+
+struct PostAccumulate : torch::autograd::PostAccumulateGradHook {
+  explicit PostAccumulate(std::function<void(const Tensor&)> hook)
+      : call(std::move(hook)) {}
+  void operator()(const Tensor& tensor) override { call(tensor); }
+  std::function<void(const Tensor&)> call;
+};
 
 // `use` throws a ValueError with these texts, and the model trains on, right.
 Idiom Refused(std::string name, std::vector<std::string> texts,
@@ -254,6 +264,74 @@ const std::vector<Idiom>& Idioms() {
          ExpectSameBackward(rank, plain, sharded, MlpLoss);
          EXPECT_EQ(seen, plain->second->weight.norm().item<double>());
        }},
+      {"PostAccumulateHookOfAShardSeesTheGradient",
+       [](RankContext& rank) {
+         Mlp plain = Plain();
+         Mlp sharded = Sharded(rank);
+         const Tensor shard = sharded->parameters()[0];
+         Tensor seen;
+         torch::autograd::impl::set_post_acc_grad_hooks(
+             shard, std::make_unique<PostAccumulate>([&](const Tensor& tensor) {
+               EXPECT_TRUE(tensor.is_same(shard));
+               seen = tensor.grad().clone();
+             }));
+         ExpectSameBackward(rank, plain, sharded, MlpLoss);
+         ASSERT_TRUE(seen.defined());
+         EXPECT_TRUE(torch::equal(seen, shard.grad()));
+       }},
+      {"HookOnAMemberSurvivesFreezing",
+       [](RankContext& rank) {
+         Mlp sharded = Sharded(rank);
+         int calls = 0;
+         sharded->second->weight.register_hook([&](const Tensor& g) {
+           ++calls;
+           return g;
+         });
+         for (const bool on : {true, false, true}) {
+           for (auto p : sharded->second->parameters()) p.requires_grad_(on);
+           MlpLoss(sharded, rank.rank).backward();
+         }
+         EXPECT_EQ(calls, 2);
+       }},
+      {"HookOnAMemberWithoutAGradientIsNotCalled",
+       [](RankContext& rank) {
+         Mlp sharded = Sharded(rank);
+         int calls = 0;
+         sharded->first->bias.register_hook([&](const Tensor& g) {
+           ++calls;
+           return g * 2;
+         });
+         Input(0, {4, 5}).mm(sharded->first->weight.t()).sum().backward();
+         EXPECT_EQ(calls, 0);
+       }},
+      {"HookThatKeepsWhatItGot",
+       [](RankContext& rank) {
+         Mlp plain = Plain();
+         Mlp sharded = Sharded(rank);
+         Tensor kept;
+         sharded->parameters()[0].register_hook([&](const Tensor& g) {
+           kept = g;
+           return g;
+         });
+         ExpectSameBackward(rank, plain, sharded, MlpLoss);
+         const Tensor before = kept.clone();
+         sharded->zero_grad(/*set_to_none=*/false);
+         EXPECT_TRUE(torch::equal(kept, before));
+       }},
+      Refused("BackwardInAHookOfAShard",
+              {"A hook on a shard runs a backward", "after the backward"},
+              [](RankContext& rank, Mlp& m) {
+                const auto armed = std::make_shared<bool>(true);
+                m->named_parameters()["third.bias"].register_hook(
+                    [&rank, &m, armed](const Tensor& g) {
+                      if (std::exchange(*armed, false)) {
+                        const at::AutoGradMode grad_mode(true);
+                        MlpLoss(m, rank.rank).backward();
+                      }
+                      return g;
+                    });
+                MlpLoss(m, rank.rank).backward();
+              }),
       // --- Freezing ---
       {"FreezeAMemberBefore",
        [](RankContext& rank) {
@@ -454,6 +532,60 @@ const std::vector<Idiom>& Idioms() {
               [](RankContext&, Mlp& m) {
                 torch::nn::init::eye_(m->parameters()[0]);
               }),
+      Refused("SetOfAMember",
+              {"aten::set_ writes the whole parameter 'first.weight'"},
+              [](RankContext&, Mlp& m) {
+                m->first->weight.set_(torch::ones({7, 5}));
+              }),
+      Refused("DetachOfAMemberInPlace",
+              {"aten::detach_ writes the whole parameter 'first.weight'"},
+              [](RankContext&, Mlp& m) { m->first->weight.detach_(); }),
+      // --- Where and how ---
+      {"ShardedInInferenceMode",
+       [](RankContext& rank) {
+         Mlp plain = Plain();
+         Mlp sharded = Plain();
+         {
+           const c10::InferenceMode inference;
+           fully_shard(sharded->second, rank.options());
+           fully_shard(sharded, rank.options());
+         }
+         ExpectSameBackward(rank, plain, sharded, MlpLoss);
+       }},
+      {"ViewTakenBeforeWarns",
+       [](RankContext& rank) {
+         Mlp model = Plain();
+         const Tensor view = model->first->weight.view(-1);
+         WarningsOfThisThread warnings;
+         fully_shard(model, rank.options());
+         EXPECT_EQ(warnings.Count("parameter 'first.weight' shares its memory "
+                                  "with another tensor"),
+                   1)
+             << warnings.text();
+       }},
+      {"StepInsideAnAutocastScopeIsSeen",
+       [](RankContext& rank) {
+         Mlp plain = Plain();
+         Mlp sharded = Sharded(rank);
+         const auto run = [](Mlp& m) {
+           const bool before = at::autocast::is_autocast_enabled(at::kCPU);
+           at::autocast::set_autocast_enabled(at::kCPU, true);
+           const Tensor y = m(Input(0, {4, 5}));
+           at::autocast::set_autocast_enabled(at::kCPU, before);
+           return y;
+         };
+         at::autocast::increment_nesting();
+         (void)run(sharded);
+         {
+           const torch::NoGradGuard no_grad;
+           for (const auto& p : sharded->parameters()) p.data().mul_(2);
+           for (const auto& p : plain->parameters()) p.data().mul_(2);
+         }
+         const Tensor seen = run(sharded);
+         EXPECT_TRUE(torch::equal(seen, run(plain)));
+         at::autocast::decrement_nesting();
+         at::autocast::clear_cache();
+       }},
       {"ConstantInitOfAShardIsRight",
        [](RankContext& rank) {
          Mlp plain = Plain();

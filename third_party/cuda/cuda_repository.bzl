@@ -199,7 +199,11 @@ def _cuda_repository(repository_ctx):
         )
         return
 
-    repository_ctx.symlink(home.get_child("include"), "include")
+    # Without the toolkit's nccl.h, which may be of another version and would be
+    # found first.
+    for entry in home.get_child("include").readdir():
+        if not entry.basename.startswith("nccl"):
+            repository_ctx.symlink(entry, "include/" + entry.basename)
     for name in ["nccl.h", "nccl_device.h", "nccl_device"]:
         if repository_ctx.path("%s/%s" % (nccl_include, name)).exists:
             repository_ctx.symlink("%s/%s" % (nccl_include, name), "nccl/" + name)
