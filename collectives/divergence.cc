@@ -121,7 +121,7 @@ std::string LateText(const std::vector<RankAnswer>& answers,
   for (size_t r = 0; r < answers.size(); ++r) {
     if (answers[r].issued < 0) missing.push_back(static_cast<int>(r));
   }
-  const std::string text = absl::StrCat(
+  std::string text = absl::StrCat(
       "Ranks did not agree on the ", Ordinal(FirstUnforeseen(answers) + 1),
       " collective of their process group within ", timeout.count(),
       " ms:", PartiesText(Parties(answers)), ".");

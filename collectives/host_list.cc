@@ -30,13 +30,13 @@ std::optional<int64_t> Digits(absl::string_view text) {
 std::optional<HostList> ParseNumbers(absl::string_view text) {
   HostList numbers;
   for (const absl::string_view range : absl::StrSplit(text, ',')) {
-    const std::pair<absl::string_view, absl::string_view> ends =
+    const std::pair<std::string, std::string> ends =
         absl::StrSplit(range, absl::MaxSplits('-', 1));
     const bool single = ends.first.size() == range.size();
     const auto low = Digits(ends.first);
     const auto high = single ? low : Digits(ends.second);
     if (!low || !high || *high < *low || *high - *low >= kMostHosts) return {};
-    if (numbers.count == 0) numbers.first = std::string(ends.first);
+    if (numbers.count == 0) numbers.first = ends.first;
     numbers.count += *high - *low + 1;
   }
   return numbers;

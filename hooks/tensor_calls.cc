@@ -195,7 +195,7 @@ bool Register() {
   return true;
 }
 
-const bool registered = Register();
+const bool kRegistered = Register();
 
 }  // namespace
 }  // namespace composable

@@ -37,9 +37,11 @@ std::string MemberGradientMessage(const std::string& fqn) {
 
 }  // namespace
 
-FSDPParamGroup::FSDPParamGroup(const std::vector<OwnedParam>& owned,
-                               Communicator communicator)
-    : communicator_(std::move(communicator)) {
+FSDPParamGroup::FSDPParamGroup(
+    const std::vector<OwnedParam>& owned,
+    // NOLINTNEXTLINE(performance-unnecessary-value-param): cheap to copy
+    Communicator communicator)
+    : communicator_(communicator) {
   // What is made here lives on after an inference or no-grad scope.
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <iostream>
 #include <memory>
+#include <mutex>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -34,6 +35,7 @@
 #include "examples/support/svg_plot.h"
 #include "examples/support/table.h"
 #include "examples/support/xml_text.h"
+#include "hooks/alone.h"
 #include "hooks/forward_scope.h"
 #include "hooks/gradient_sink.h"
 #include "hooks/pre_backward.h"
@@ -317,6 +319,16 @@ TEST(HeaderExamples, TreeSnapshot) {
 }
 
 // --- hooks --------------------------------------------------------------------
+
+TEST(HeaderExamples, Alone) {
+  Sharded sharded;
+  const auto context =
+      composable::LazyInit(*composable::fully_shard.state(sharded.model));
+  // example-begin hooks/alone.h
+  std::lock_guard<std::recursive_mutex> lock(context->mutex);
+  composable::CheckAlone(*context, "reshard()");
+  // example-end
+}
 
 TEST(HeaderExamples, ForwardScope) {
   Sharded sharded;
