@@ -2,6 +2,7 @@
 
 #include <ATen/core/VariableHooksInterface.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/serialization/pickler_helper.h>
 
 #include <functional>
@@ -106,6 +107,16 @@ class TensorCalls final : public internal::ForwardingVariableHooks {
       };
     }
     return ForwardingVariableHooks::_register_hook(self, std::move(hook));
+  }
+
+  // Those of a member that was sharded since have moved to the shard.
+  void remove_hook(const at::TensorBase& self, unsigned pos) const override {
+    const Known known = Find(self);
+    const auto* meta = torch::autograd::impl::get_autograd_meta(self);
+    const bool own = known.state == nullptr || known.is_shard ||
+                     (meta != nullptr && meta->cpp_hooks_list_ != nullptr &&
+                      pos < meta->cpp_hooks_list_->size());
+    ForwardingVariableHooks::remove_hook(own ? self : known->sharded, pos);
   }
 
   void retain_grad(const at::TensorBase& self) const override {

@@ -82,16 +82,20 @@ void FSDPParamGroup::BuildSegments() {
         extents, {.world_size = communicator_.size(), .itemsize = itemsize});
     segment.buffer_offset = unsharded_bytes_;
     unsharded_bytes_ += RoundUp(segment.layout.unsharded_numel() * itemsize);
-    // Shards without rows have places of their own behind it.
-    const auto places = static_cast<int64_t>(segment.params.size());
-    segment.flat_shard =
-        at::zeros({segment.layout.shard_numel() + places}, segment.dtype)
-            .narrow(0, 0, segment.layout.shard_numel());
+    bool has_empty = false;
     for (size_t k = 0; k < segment.params.size(); ++k) {
       FSDPParam& param = params_[segment.params[k]];
       param.Place(static_cast<int>(s), k, segment.layout, communicator_.rank());
-      MakeShard(param, segment);
+      const ShardRange local = param.local_range();
+      has_empty |= local.begin == local.end;
     }
+    // Shards without rows have places of their own behind it.
+    const int64_t numel = segment.layout.shard_numel();
+    const auto places =
+        has_empty ? static_cast<int64_t>(segment.params.size()) : 0;
+    segment.flat_shard =
+        at::zeros({numel + places}, segment.dtype).narrow(0, 0, numel);
+    for (const int i : segment.params) MakeShard(params_[i], segment);
   }
 }
 

@@ -224,6 +224,16 @@ const std::vector<Idiom>& Idioms() {
          fully_shard(sharded, rank.options());
          ExpectSameBackward(rank, plain, sharded, MlpLoss);
        }},
+      {"HookOfBeforeIsRemovedThroughTheMember",
+       [](RankContext& rank) {
+         Mlp plain = Plain();
+         Mlp sharded = Plain();
+         const unsigned hook = sharded->first->weight.register_hook(
+             [](const Tensor& g) { return g * 2; });
+         fully_shard(sharded, rank.options());
+         sharded->first->weight.remove_hook(hook);
+         ExpectSameBackward(rank, plain, sharded, MlpLoss);
+       }},
       {"HookOnAShardSeesReducedRowsOnce",
        [](RankContext& rank) {
          Mlp plain = Plain();
