@@ -160,6 +160,10 @@ int64_t PeakOfActivations(int64_t num_blocks, const at::Tensor& input) {
   const int64_t before = memory.live();
   memory.ResetPeak();
   model(input).backward();
+  // Hooks and parameters hold each other.
+  for (const at::Tensor& parameter : model->parameters()) {
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
+  }
   return memory.peak() - before;
 }
 
