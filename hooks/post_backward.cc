@@ -62,7 +62,7 @@ std::vector<at::Tensor> PostBackward(const std::shared_ptr<FSDPState>& state,
   const auto context = LazyInit(*state);
   const std::lock_guard<std::recursive_mutex> lock(context->mutex);
   CheckAlone(*context, "a backward reduces '" + state->fqn + "'");
-  TORCH_CHECK_VALUE(context->training_state != TrainingState::kPostBackward,
+  TORCH_CHECK_VALUE(!IsFinishingReduction(*context),
                     "A hook on a shard runs a backward that reaches '",
                     state->fqn,
                     "', of the same tree of sharded modules, while that is "

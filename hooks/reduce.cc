@@ -4,9 +4,32 @@
 
 namespace composable {
 
+namespace {
+
+thread_local const FSDPStateContext* finishing = nullptr;
+
+class Finishing {
+ public:
+  explicit Finishing(const FSDPStateContext& context)
+      : before_(std::exchange(finishing, &context)) {}
+  ~Finishing() { finishing = before_; }
+  Finishing(const Finishing&) = delete;
+  Finishing& operator=(const Finishing&) = delete;
+
+ private:
+  const FSDPStateContext* before_;
+};
+
+}  // namespace
+
+bool IsFinishingReduction(const FSDPStateContext& context) {
+  return finishing == &context;
+}
+
 void FinishReduction(FSDPStateContext& context) {
   FSDPState* state = std::exchange(context.reducing, nullptr);
   if (state == nullptr) return;
+  const Finishing scope(context);
   state->reduction()->Finish(context.pool);
   context.Trace(TraceEvent::kReduceWait, *state);
 }
@@ -22,6 +45,7 @@ void IssueReduction(FSDPStateContext& context, FSDPState& state) {
 std::vector<at::Tensor> ReduceNow(FSDPStateContext& context, FSDPState& state) {
   ++context.stats.num_reductions;
   context.Trace(TraceEvent::kReduce, state);
+  const Finishing scope(context);
   auto gradients = state.reduction()->ReduceNow(context.pool);
   context.Trace(TraceEvent::kReduceWait, state);
   return gradients;

@@ -16,7 +16,11 @@
 namespace composable {
 
 // Waits for the reduction in flight, if there is one, and sets its gradients.
+// Runs the hooks of the shards.
 void FinishReduction(FSDPStateContext& context);
+
+// Whether this thread is in FinishReduction of the tree: in a hook of a shard.
+bool IsFinishingReduction(const FSDPStateContext& context);
 
 // Issues the reduction of what `state` has packed.
 void IssueReduction(FSDPStateContext& context, FSDPState& state);

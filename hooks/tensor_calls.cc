@@ -1,6 +1,7 @@
 #include "hooks/tensor_calls.h"
 
 #include <ATen/core/VariableHooksInterface.h>
+#include <c10/util/Backtrace.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/serialization/pickler_helper.h>
@@ -61,6 +62,16 @@ class Quiet {
  private:
   inline static thread_local int depth_ = 0;
 };
+
+// An optimizer asks each of its parameters whether it is a leaf, and so do
+// others, such as save_for_backward: the callers tell. Looking costs 0.1 ms, so
+// it is done for the first questions only.
+constexpr int kMaxLeafQuestions = 4;
+
+bool AsksAnOptimizer() {
+  return c10::get_backtrace(0, 16).find("Optimizer::add_param_group") !=
+         std::string::npos;
+}
 
 class TensorCalls final : public internal::ForwardingVariableHooks {
  public:
@@ -145,12 +156,15 @@ class TensorCalls final : public internal::ForwardingVariableHooks {
     if (!InGuardedOperator() && !Quiet::IsQuiet()) {
       const Known known = Find(self);
       if (known.state != nullptr && !known.is_shard &&
-          !std::exchange(known->warned_as_leaf, true)) {
-        TORCH_WARN("Parameter '", known->fqn,
-                   "' was asked for through the module's member whether it is "
-                   "a leaf. The member is the whole parameter and no leaf. If "
-                   "an optimizer asked: build it from module->parameters(), "
-                   "after fully_shard.");
+          known->leaf_questions < kMaxLeafQuestions) {
+        ++known->leaf_questions;
+        TORCH_CHECK_VALUE(
+            !AsksAnOptimizer(),
+            "An optimizer was given the member of "
+            "parameter '",
+            known->fqn,
+            "', which is the whole parameter and no "
+            "leaf. Build it from module->parameters(), after fully_shard.");
       }
     }
     return ForwardingVariableHooks::is_leaf(self);

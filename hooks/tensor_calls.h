@@ -9,9 +9,9 @@
 //   member.set_data(data)         throws
 //   member.requires_grad_(on)     is done to the shard
 //   backward(inputs = {member})   throws
-//   member.is_leaf()              false, as for any whole parameter; outside of
-//                                 operators it warns once for a parameter,
-//                                 because optimizers ask
+//   member.is_leaf()              false, as for any whole parameter; throws
+//                                 where an optimizer asks that is given the
+//                                 member
 //   torch::save of a shard        throws, unless AllowShardMath is held. What
 //                                 is saved there says that it is a shard, and
 //                                 can be loaded only under AllowShardMath

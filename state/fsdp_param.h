@@ -92,7 +92,7 @@ class FSDPParam {
   at::Tensor sharded;                // S
   NodePtr accumulator;               // of S; null if it can't have a gradient
   bool has_edge = false;             // P's gradients flow into the sink
-  bool warned_as_leaf = false;
+  int leaf_questions = 0;            // that were looked into
 
   // What a reduction left in S.grad() last, while GradientReduction looks.
   struct Filled {

@@ -22,9 +22,10 @@ std::string Duration(double seconds) {
 std::string ProgressLine(const ProgressOptions& options, int64_t step,
                          double loss, double seconds) {
   const double done = static_cast<double>(step);
-  const double rate =
-      seconds > 0 ? done * options.tokens_per_step / seconds : 0;
-  const double left = step > 0 ? seconds / done * (options.steps - step) : 0;
+  const double steps_left = static_cast<double>(options.steps - step);
+  const double tokens = done * static_cast<double>(options.tokens_per_step);
+  const double rate = seconds > 0 ? tokens / seconds : 0;
+  const double left = step > 0 ? seconds / done * steps_left : 0;
   const int digits = static_cast<int>(std::to_string(options.steps).size());
   return absl::StrFormat("step %*d/%d  loss %.4f  %.0f tokens/s  %s left",
                          digits, step, options.steps, loss, rate,

@@ -367,20 +367,13 @@ const std::vector<Idiom>& Idioms() {
          }
        }},
       // --- Optimizers ---
-      {"OptimizerOfMembersIsRefusedWithAWarning",
-       [](RankContext& rank) {
-         Mlp sharded = Sharded(rank);
-         WarningsOfThisThread warnings;
-         EXPECT_THROW(torch::optim::SGD({sharded->first->weight},
-                                        torch::optim::SGDOptions(0.1)),
-                      c10::Error);
-         EXPECT_EQ(warnings.Count("'first.weight' was asked for through the "
-                                  "module's member"),
-                   1)
-             << warnings.text();
-         EXPECT_NE(warnings.text().find("module->parameters()"),
-                   std::string::npos);
-       }},
+      Refused("OptimizerOfMembers",
+              {"An optimizer was given the member of parameter 'first.weight'",
+               "Build it from module->parameters(), after fully_shard"},
+              [](RankContext&, Mlp& m) {
+                torch::optim::SGD({m->first->weight},
+                                  torch::optim::SGDOptions(0.1));
+              }),
       Refused("OptimizerBuiltBeforeIsRefusedAtZeroGrad",
               {"built from members or before fully_shard",
                "composable::rebind(optimizer, module)"},

@@ -69,6 +69,7 @@ std::vector<FSDPModule> ShardModel(Model& model,
 // Flat shards, and their gradients with the flags of the payload.
 struct ShardBytes {
   int64_t shards = 0;
+  int64_t places = 0;         // behind them, of shards without rows
   int64_t largest_group = 0;  // unsharded
   int64_t root = 0;           // unsharded
   int64_t reduce_buffer = 0;  // of the largest group
@@ -81,6 +82,12 @@ ShardBytes Measure(const std::vector<FSDPModule>& handles) {
     const FSDPParamGroup& group = *handle.state()->group();
     const auto unsharded = static_cast<int64_t>(group.unsharded_bytes());
     bytes.shards += static_cast<int64_t>(group.sharded_bytes());
+    const auto& params = group.params();
+    if (std::any_of(params.begin(), params.end(), [](const FSDPParam& param) {
+          return param.local_range().begin == param.local_range().end;
+        })) {
+      bytes.places += 4 * static_cast<int64_t>(params.size());
+    }
     bytes.largest_group = std::max(bytes.largest_group, unsharded);
     bytes.root = unsharded;
     // Shard, one flag per parameter, rounded up to 16 bytes.
@@ -110,7 +117,7 @@ TEST(Memory, OnlyShardsRemainAfterFullyShard) {
         memory.ResetPeak();
         const auto handles = ShardModel(model, rank.options());
         const ShardBytes bytes = Measure(handles);
-        EXPECT_EQ(memory.live(), bytes.shards);
+        EXPECT_EQ(memory.live(), bytes.shards + bytes.places);
         int64_t padding = 0;
         for (const auto& handle : handles) {
           padding +=
@@ -197,7 +204,7 @@ StepPeak PeakOfSteps(int world_size, int64_t num_blocks,
         for (int step = 0; step < 4; ++step) {
           memory.ResetPeak();
           const int64_t before = memory.live();
-          EXPECT_EQ(before, bytes.shards);
+          EXPECT_EQ(before, bytes.shards + bytes.places);
           model(input).backward();
           peak.extra = std::max(peak.extra, memory.peak() - before -
                                                 bytes.gradients - activations);
@@ -242,7 +249,9 @@ TEST(Memory, AfterAStepOnlyShardsAndOptimizerStateRemain) {
           optimizer.step();
           optimizer.zero_grad();
           EXPECT_EQ(memory.pool(), 0);
-          EXPECT_EQ(memory.live(), bytes.shards + inputs + 2 * rows) << step;
+          EXPECT_EQ(memory.live(),
+                    bytes.shards + bytes.places + inputs + 2 * rows)
+              << step;
         }
       },
       kInProcess);
