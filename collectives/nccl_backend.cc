@@ -1,4 +1,6 @@
 // The only file that includes NCCL. Linked where the CUDA toolkit was found.
+// The backend's options hold a struct of NCCL's, so nccl.h must be of the library
+// that LibTorch loads (third_party/cuda).
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/util/Exception.h>
 

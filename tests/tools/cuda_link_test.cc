@@ -19,7 +19,8 @@ TEST(CudaLinkTest, RuntimeIsOfTheToolkitsMajorVersion) {
 TEST(CudaLinkTest, NcclIsTheOneOfTheHeaders) {
   int version = 0;
   ASSERT_EQ(ncclGetVersion(&version), ncclSuccess);
-  EXPECT_EQ(version, NCCL_VERSION_CODE);
+  EXPECT_EQ(version, NCCL_VERSION_CODE)
+      << "nccl.h is not of the libnccl that LibTorch was built with";
 }
 
 TEST(CudaLinkTest, C10dSpeaksNccl) {
