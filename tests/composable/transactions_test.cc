@@ -141,6 +141,7 @@ struct Seen {
 
 TEST(TransactionTest, AnAllocationThatFailsLeavesTheModuleAsItWas) {
   MakeRoomInRegistries();
+  Trigger::Get();  // before other threads allocate
   ExactRanks(2, [](RankContext& rank) {
     auto [plain, model] = MakePair([] { return Mlp(); });
     for (auto* m : {&plain, &model}) {
