@@ -170,6 +170,30 @@ TEST(TransactionTest, AnAllocationThatFailsLeavesTheModuleAsItWas) {
   });
 }
 
+// An entry of the model, too, for a weight that is sharded already.
+TEST(TransactionTest, ATiedEntryIsTheWholeAgain) {
+  MakeRoomInRegistries();
+  RunRanks(1, [](RankContext& rank) {
+    Mlp model;
+    model->register_parameter("tied", model->second->weight);
+    fully_shard(model->second, rank.options());
+    const auto tied = [&] { return model->named_parameters(false)["tied"]; };
+    int failures = 0;
+    for (bool done = false; !done; ++failures) {
+      ASSERT_TRUE(tied().is_same(model->second->weight)) << failures;
+      try {
+        Trigger::Get().FailAt(failures);
+        fully_shard(model, rank.options());
+        done = true;
+        allocations_until_failure = -1;
+      } catch (const std::bad_alloc&) {
+      }
+    }
+    EXPECT_GT(failures, 20);
+    EXPECT_TRUE(tied().is_same(model->second->parameters()[0]));
+  });
+}
+
 // Applies fully_shard, and then fails.
 TEST(TransactionTest, WhatFailsAfterTheBodyIsUndone) {
   RunRanks(1, [](RankContext& rank) {
