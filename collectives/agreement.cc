@@ -37,12 +37,6 @@ class Backoff {
   Clock::duration next_ = std::chrono::microseconds(20);
 };
 
-std::string TextOf(const std::exception& error) {
-  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
-  return of_torch != nullptr ? of_torch->what_without_backtrace()
-                             : error.what();
-}
-
 std::string Read(c10d::Store& store, const std::string& key) {
   const std::vector<uint8_t> bytes = store.get(key);
   return {bytes.begin(), bytes.end()};
@@ -205,7 +199,7 @@ std::string OrderAgreement::AwaitVerdict(const Collective* next) {
     return store_->compareSet(key, "", agreed ? kAgreed : kDiffer);
   }
   // Not with the store's own wait, which keeps other threads of this process
-  // from using the store_->
+  // from using the store.
   Backoff backoff;
   while (!store_->check({key})) {
     if (Clock::now() >= deadline) {

@@ -28,12 +28,6 @@ namespace {
 constexpr std::chrono::milliseconds kFirstSlice(200);
 constexpr std::chrono::milliseconds kLongestSlice(1000);
 
-std::string TextOf(const std::exception& error) {
-  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
-  return of_torch != nullptr ? of_torch->what_without_backtrace()
-                             : error.what();
-}
-
 [[noreturn]] void ThrowFailure(const Collective& collective,
                                const c10d::Backend& backend,
                                const std::exception& cause) {

@@ -147,6 +147,12 @@ std::string RanksText(const std::vector<int>& ranks) {
   return text;
 }
 
+std::string TextOf(const std::exception& error) {
+  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+  return of_torch != nullptr ? of_torch->what_without_backtrace()
+                             : error.what();
+}
+
 std::string Ordinal(int64_t number) {
   const int64_t tens = number % 100;
   const char* suffix = "th";

@@ -10,6 +10,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -47,6 +48,9 @@ std::string PartiesText(const std::vector<RankAnswer>& answers);
 
 // "rank 3", "ranks 0, 2-5".
 std::string RanksText(const std::vector<int>& ranks);
+
+// What an error says, without LibTorch's backtrace.
+std::string TextOf(const std::exception& error);
 
 // "1st", "17th".
 std::string Ordinal(int64_t number);

@@ -17,13 +17,13 @@ bool IsAlone(const FSDPStateContext& context) {
   return task != -1 && task == context.operator_task;
 }
 
-void CheckAlone(const FSDPStateContext& context, const std::string& what) {
-  TORCH_CHECK_VALUE(
-      IsAlone(context),
-      "Two threads use one tree of sharded modules at once: ", what,
-      " while an operator of another thread reads its parameters. Use a tree "
-      "from one thread at a time, or shard one copy of the module for each "
-      "thread.");
+void ThrowNotAlone(const std::string& what) {
+  C10_THROW_ERROR(
+      ValueError,
+      "Two threads use one tree of sharded modules at once: " + what +
+          " while an operator of another thread reads its parameters. Use a "
+          "tree from one thread at a time, or shard one copy of the module for "
+          "each thread.");
 }
 
 RunningOperator::RunningOperator(std::shared_ptr<FSDPStateContext> context)

@@ -7,6 +7,8 @@
 // stay while it runs, without the mutex; so whatever may free it asks first.
 #pragma once
 
+#include <c10/util/StringUtil.h>
+
 #include <memory>
 #include <string>
 
@@ -17,8 +19,14 @@ namespace composable {
 // False if an operator of another thread reads whole parameters of the tree,
 // other than one of the same backward. The context's mutex must be held.
 bool IsAlone(const FSDPStateContext& context);
-// Throws c10::ValueError, naming `what`, then.
-void CheckAlone(const FSDPStateContext& context, const std::string& what);
+
+[[noreturn]] void ThrowNotAlone(const std::string& what);
+
+// Throws c10::ValueError then, that names what the parts of `what` say.
+template <typename... What>
+void CheckAlone(const FSDPStateContext& context, const What&... what) {
+  if (!IsAlone(context)) ThrowNotAlone(c10::str(what...));
+}
 
 // Counts an operator of this thread, until it is destroyed.
 class RunningOperator {

@@ -67,7 +67,7 @@ ForwardScope::~ForwardScope() {
 void ForwardScope::Open() {
   context_ = LazyInit(*state_);
   const std::lock_guard<std::recursive_mutex> lock(context_->mutex);
-  CheckAlone(*context_, "the forward of '" + state_->fqn + "' begins");
+  CheckAlone(*context_, "the forward of '", state_->fqn, "' begins");
   FSDPState* state = state_.get();
   FSDPParamGroup* group = state->group();
   if (torch::autograd::get_current_graph_task_id() != -1) {

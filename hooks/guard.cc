@@ -264,9 +264,7 @@ class Touches {
     const auto context = LazyInit(*reads_.front().state);
     const std::lock_guard<std::recursive_mutex> lock(context->mutex);
     const bool backward = torch::autograd::get_current_graph_task_id() != -1;
-    if (!IsAlone(*context)) {
-      CheckAlone(*context, Name() + " reads '" + FirstRead() + "'");
-    }
+    CheckAlone(*context, Name(), " reads '", FirstRead(), "'");
     running_.emplace_back(context);
     absl::InlinedVector<FSDPState*, 4> needed;
     absl::InlinedVector<Read, 2> others;

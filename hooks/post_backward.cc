@@ -61,13 +61,13 @@ std::vector<at::Tensor> PostBackward(const std::shared_ptr<FSDPState>& state,
                                      std::vector<at::Tensor> gradients) {
   const auto context = LazyInit(*state);
   const std::lock_guard<std::recursive_mutex> lock(context->mutex);
-  CheckAlone(*context, "a backward reduces '" + state->fqn + "'");
+  CheckAlone(*context, "a backward reduces '", state->fqn, "'");
   TORCH_CHECK_VALUE(!IsFinishingReduction(*context),
                     "A hook on a shard runs a backward that reaches '",
                     state->fqn,
                     "', of the same tree of sharded modules, while that is "
-                    "being reduced. Run "
-                    "it after the backward, or in a hook on an activation.");
+                    "being reduced. Run it after the backward, or in a hook on "
+                    "an activation.");
   EnterBackward(context);
   AbortOnError abort(*context);
   const Wanted wanted = DropUnwanted(*state->group(), gradients);

@@ -28,40 +28,21 @@ namespace {
 // none.
 struct Known {
   std::shared_ptr<FSDPState> state;
-  int param = -1;
+  FSDPParam* param = nullptr;
   bool is_shard = false;
-  FSDPParam& operator*() const { return state->group()->params()[param]; }
-  FSDPParam* operator->() const { return &**this; }
+  FSDPParam* operator->() const { return param; }
+  int index() const {
+    return static_cast<int>(param - state->group()->params().data());
+  }
 };
 
 Known Find(const at::TensorBase& tensor) {
   if (!tensor.defined() || !internal::HasGuard(tensor)) return {};
-  GuardedStorage found;
-  if (!FindGuardedStorage(tensor, &found)) return {};
-  auto state = found.state.lock();
-  if (state == nullptr) return {};
-  FSDPParamGroup& group = *state->group();
-  const int64_t offset = tensor.storage_offset();
-  const int index = found.is_shard ? group.FindShard(found.segment, offset)
-                                   : group.FindParam(found.segment, offset);
-  const FSDPParam& param = group.params()[index];
-  const at::Tensor same = found.is_shard ? param.sharded : param.unsharded();
-  if (!same.is_same(tensor)) return {};
-  return {std::move(state), index, found.is_shard};
+  auto entry = FindShardedEntry(at::Tensor(tensor));
+  if (entry.param == nullptr) return {};
+  return {std::move(entry.state), entry.param,
+          entry.param->sharded.is_same(tensor)};
 }
-
-// While it lives, is_leaf() does not warn in this thread.
-class Quiet {
- public:
-  Quiet() { ++depth_; }
-  ~Quiet() { --depth_; }
-  Quiet(const Quiet&) = delete;
-  Quiet& operator=(const Quiet&) = delete;
-  static bool IsQuiet() { return depth_ > 0; }
-
- private:
-  inline static thread_local int depth_ = 0;
-};
 
 // An optimizer asks each of its parameters whether it is a leaf, and so do
 // others, such as save_for_backward: the callers tell. Looking costs 0.1 ms, so
@@ -91,7 +72,7 @@ class TensorCalls final : public internal::ForwardingVariableHooks {
         "would be lost. Call it on the entry of module->parameters(), or load "
         "whole values with composable::load_full_state_dict.");
     const auto lock = known.state->LockTree();
-    known.state->group()->SetShardData(known.param, at::Tensor(data));
+    known.state->group()->SetShardData(known.index(), at::Tensor(data));
   }
 
   void requires_grad_(const at::TensorBase& self, bool on) const override {
@@ -103,7 +84,7 @@ class TensorCalls final : public internal::ForwardingVariableHooks {
     const auto context = LazyInit(*known.state);
     const std::lock_guard<std::recursive_mutex> lock(context->mutex);
     known->sharded.requires_grad_(on);
-    SyncGradientEdge(*context, *known.state, known.param);
+    SyncGradientEdge(*context, *known.state, known.index());
   }
 
   // A leaf without a gradient runs no hooks; the sink, whose members' hooks
@@ -130,11 +111,6 @@ class TensorCalls final : public internal::ForwardingVariableHooks {
     ForwardingVariableHooks::remove_hook(own ? self : known->sharded, pos);
   }
 
-  void retain_grad(const at::TensorBase& self) const override {
-    const Quiet quiet;  // it asks is_leaf
-    ForwardingVariableHooks::retain_grad(self);
-  }
-
   void _backward(const at::Tensor& self, at::TensorList inputs,
                  const std::optional<at::Tensor>& gradient,
                  std::optional<bool> keep_graph,
@@ -153,7 +129,7 @@ class TensorCalls final : public internal::ForwardingVariableHooks {
   }
 
   bool is_leaf(const at::TensorBase& self) const override {
-    if (!InGuardedOperator() && !Quiet::IsQuiet()) {
+    if (!InGuardedOperator()) {
       const Known known = Find(self);
       if (known.state != nullptr && !known.is_shard &&
           known->leaf_questions < kMaxLeafQuestions) {

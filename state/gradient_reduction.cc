@@ -268,7 +268,6 @@ std::vector<at::Tensor> GradientReduction::ReduceNow(BufferPool& pool) {
     at::Tensor& gradient = gradients[&param - group_.params().data()];
     gradient = RunShardHooks(param.sharded, std::move(rows));
     if (!gradient.defined()) return;
-    if (gradient.use_count() > 1) gradient = gradient.clone();  // a hook's own
     internal::AddGuard(gradient);
     if (graph_wanted_) RefuseToDifferentiate(gradient, param.fqn);
   });

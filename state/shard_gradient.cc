@@ -52,7 +52,12 @@ at::Tensor RunShardHooks(const at::Tensor& shard, at::Tensor rows) {
   for (const auto& hook : torch::autograd::impl::hooks(shard)) {
     rows = std::move((*hook)({std::move(rows)})[0]);
   }
-  return rows;
+  if (!rows.defined()) return rows;
+  // A hook may have kept what it got, or given something of its own.
+  const bool ours = rows.use_count() == 1 &&
+                    rows.strides() == shard.strides() &&
+                    rows.is_non_overlapping_and_dense();
+  return ours ? rows : at::empty_like(shard).copy_(rows);
 }
 
 void AccumulateShardGradient(const at::Tensor& shard, at::Tensor rows) {
@@ -62,11 +67,6 @@ void AccumulateShardGradient(const at::Tensor& shard, at::Tensor rows) {
   if (gradient.defined()) {
     gradient.add_(rows);
   } else {
-    // A hook may have kept what it got, or given something of its own.
-    const bool ours = rows.use_count() == 1 &&
-                      rows.strides() == shard.strides() &&
-                      rows.is_non_overlapping_and_dense();
-    if (!ours) rows = at::empty_like(shard).copy_(rows);
     internal::AddGuard(rows);
     gradient = std::move(rows);
   }

@@ -24,7 +24,8 @@ namespace composable {
 NodePtr MakeShardAccumulator(const at::Tensor& shard);
 
 // Runs the tensor hooks of `shard` on `rows`, this backward's gradient, and
-// returns what they make of it.
+// returns what they make of it: undefined, or with the strides of the shard in
+// memory that nobody else holds. `rows` is taken over.
 at::Tensor RunShardHooks(const at::Tensor& shard, at::Tensor rows);
 
 // RunShardHooks, adds the result to shard.grad(), then runs post-accumulate
