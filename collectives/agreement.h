@@ -133,6 +133,8 @@ class AgreedStore final : public c10d::PrefixStore {
 
   std::shared_ptr<OrderAgreement> AgreementOf(const c10d::Backend& backend);
 
+  std::chrono::milliseconds timeout() const { return timeout_; }
+
  private:
   const c10::intrusive_ptr<c10d::Store> keys_;
   const std::chrono::milliseconds timeout_;

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "collectives/agreement.h"
 #include "collectives/collective.h"
+#include "collectives/custom_collectives.h"
 
 namespace composable {
 
@@ -43,13 +44,14 @@ class PendingWork final : public PendingCollective {
   PendingWork(Collective collective, c10::intrusive_ptr<c10d::Backend> backend,
               std::shared_ptr<OrderAgreement> agreement,
               c10::intrusive_ptr<c10d::Work> work, at::Tensor output,
-              at::Tensor input)
+              at::Tensor input, bool custom)
       : collective_(std::move(collective)),
         backend_(std::move(backend)),
         agreement_(std::move(agreement)),
         work_(std::move(work)),
         output_(std::move(output)),
-        input_(std::move(input)) {}
+        input_(std::move(input)),
+        custom_(custom) {}
   ~PendingWork() override {
     try {
       Wait();
@@ -59,11 +61,11 @@ class PendingWork final : public PendingCollective {
   }
   void Wait() override {
     if (error_ != nullptr) std::rethrow_exception(error_);
-    if (work_ == nullptr) return;
+    if (backend_ == nullptr) return;
     try {
-      WaitForWork();
+      if (work_ != nullptr) WaitForWork();
       if (agreement_ != nullptr) agreement_->ThrowIfBroken();
-      WriteOutput(*backend_, collective_, output_, input_);
+      if (!custom_) WriteOutput(*backend_, collective_, output_, input_);
     } catch (...) {
       error_ = std::current_exception();
     }
@@ -124,6 +126,7 @@ class PendingWork final : public PendingCollective {
   c10::intrusive_ptr<c10d::Work> work_;
   at::Tensor output_;  // kept alive for the backend's threads
   at::Tensor input_;
+  bool custom_;  // it writes the output itself
   std::exception_ptr error_;
 };
 
@@ -159,52 +162,75 @@ int64_t Communicator::NextSerial() {
   return owned_->agreement == nullptr ? 0 : owned_->agreement->NextSerial();
 }
 
+c10::intrusive_ptr<c10d::ProcessGroup> Communicator::group() const {
+  return owned_->group;
+}
+
 PendingCollectivePtr Communicator::Start(const Collective& collective,
-                                         at::Tensor output, at::Tensor input) {
+                                         at::Tensor output, at::Tensor input,
+                                         const Poster& custom) {
   BackendRef& ref = *owned_;
   if (ref.agreement != nullptr) ref.agreement->Check(*ref.backend, collective);
   c10::intrusive_ptr<c10d::Work> work;
   try {
-    work = Post(*ref.backend, collective, output, input);
+    work = custom ? custom() : Post(*ref.backend, collective, output, input);
   } catch (const std::exception& error) {
     ThrowFailure(collective, *ref.backend, error);
   }
   return std::make_unique<PendingWork>(collective, ref.backend, ref.agreement,
                                        std::move(work), std::move(output),
-                                       std::move(input));
+                                       std::move(input), custom != nullptr);
 }
 
-PendingCollectivePtr Communicator::AllGather(at::Tensor output,
-                                             at::Tensor input,
-                                             const CollectiveLabelPtr& label) {
+PendingCollectivePtr Communicator::AllGather(
+    at::Tensor output, at::Tensor input, const CollectiveLabelPtr& label,
+    const std::shared_ptr<composable::AllGather>& custom) {
   TORCH_INTERNAL_ASSERT(output.numel() == input.numel() * size_);
   if (size_ == 1) {
     output.copy_(input);
     return std::make_unique<Done>();
   }
   const Collective collective(CollectiveKind::kAllGather, input, label);
-  return Start(collective, std::move(output), std::move(input));
+  Poster poster;
+  if (custom != nullptr) {
+    poster = [&] {
+      return (*custom)(output, input, owned_->group, /*async_op=*/true);
+    };
+  }
+  return Start(collective, output, input, poster);
 }
 
 PendingCollectivePtr Communicator::ReduceScatter(
-    at::Tensor output, at::Tensor input, const CollectiveLabelPtr& label) {
+    at::Tensor output, at::Tensor input, const CollectiveLabelPtr& label,
+    const std::shared_ptr<composable::ReduceScatter>& custom) {
   TORCH_INTERNAL_ASSERT(input.numel() == output.numel() * size_);
   if (size_ == 1) {
     output.copy_(input);
     return std::make_unique<Done>();
   }
   const Collective collective(CollectiveKind::kReduceScatter, output, label);
-  return Start(collective, std::move(output), std::move(input));
+  Poster poster;
+  if (custom != nullptr) {
+    poster = [&] {
+      return (*custom)(output, input, owned_->group, /*async_op=*/true);
+    };
+  }
+  return Start(collective, output, input, poster);
 }
 
 void Communicator::AllReduce(at::Tensor tensor, Reduction reduction,
                              const CollectiveLabelPtr& label) {
-  if (size_ == 1) return;
+  StartAllReduce(std::move(tensor), reduction, label)->Wait();
+}
+
+PendingCollectivePtr Communicator::StartAllReduce(
+    at::Tensor tensor, Reduction reduction, const CollectiveLabelPtr& label) {
+  if (size_ == 1) return std::make_unique<Done>();
   const Collective collective(reduction == Reduction::kSum
                                   ? CollectiveKind::kAllReduceSum
                                   : CollectiveKind::kAllReduceMax,
                               tensor, label);
-  Start(collective, std::move(tensor), at::Tensor())->Wait();
+  return Start(collective, std::move(tensor), at::Tensor());
 }
 
 }  // namespace composable

@@ -19,6 +19,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "collectives/collective_label.h"
@@ -26,11 +27,14 @@
 namespace c10d {
 class Backend;
 class ProcessGroup;
+class Work;
 }  // namespace c10d
 
 namespace composable {
 
 struct Collective;
+class AllGather;
+class ReduceScatter;
 
 // A collective that was issued. Dropping it without Wait() waits for it and
 // swallows its error: the buffers it uses may be reused afterwards.
@@ -63,18 +67,29 @@ class Communicator {
   // collective.
 
   // output[rank * n, (rank + 1) * n) = that rank's input, n = input.numel().
-  PendingCollectivePtr AllGather(at::Tensor output, at::Tensor input,
-                                 const CollectiveLabelPtr& label = nullptr);
+  // `custom`, if not null, does the work where there are several ranks.
+  PendingCollectivePtr AllGather(
+      at::Tensor output, at::Tensor input,
+      const CollectiveLabelPtr& label = nullptr,
+      const std::shared_ptr<composable::AllGather>& custom = nullptr);
 
   // output = sum over ranks of their input[rank * n, (rank + 1) * n),
   // n = output.numel(). May overwrite `input`.
-  PendingCollectivePtr ReduceScatter(at::Tensor output, at::Tensor input,
-                                     const CollectiveLabelPtr& label = nullptr);
+  PendingCollectivePtr ReduceScatter(
+      at::Tensor output, at::Tensor input,
+      const CollectiveLabelPtr& label = nullptr,
+      const std::shared_ptr<composable::ReduceScatter>& custom = nullptr);
 
   enum class Reduction : uint8_t { kSum, kMax };
   // In place; returns when done.
   void AllReduce(at::Tensor tensor, Reduction reduction,
                  const CollectiveLabelPtr& label = nullptr);
+  // In place; returns at once.
+  PendingCollectivePtr StartAllReduce(
+      at::Tensor tensor, Reduction reduction,
+      const CollectiveLabelPtr& label = nullptr);
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group() const;
 
   // Two communicators of one process group compare equal.
   friend bool operator==(const Communicator& a, const Communicator& b) {
@@ -84,8 +99,10 @@ class Communicator {
  private:
   // Declared without its type's definition, which costs seconds to include.
   struct BackendRef;
+  // Posts it; may be replaced.
+  using Poster = std::function<c10::intrusive_ptr<c10d::Work>()>;
   PendingCollectivePtr Start(const Collective& collective, at::Tensor output,
-                             at::Tensor input);
+                             at::Tensor input, const Poster& custom = nullptr);
   std::shared_ptr<BackendRef> owned_;
   const void* backend_ = nullptr;  // identity
   int rank_ = 0;

@@ -117,7 +117,7 @@ ProcessGroupPtr default_process_group() {
   TORCH_CHECK_VALUE(Default().group != nullptr,
                     "There is no default process group. Call "
                     "composable::init_process_group() first, or pass one with "
-                    "FullyShardOptions().process_group(...).");
+                    "FullyShardOptions().mesh(...).");
   return Default().group;
 }
 

@@ -49,7 +49,7 @@ struct ProcessGroupOptions {
 ProcessGroupPtr init_process_group(const ProcessGroupOptions& options = {});
 
 // Makes a group of `world_size` ranks that meet in `store`, which is not the
-// default one. Pass it to FullyShardOptions().process_group(...).
+// default one. Pass it to FullyShardOptions().mesh(...).
 ProcessGroupPtr init_process_group(const c10::intrusive_ptr<c10d::Store>& store,
                                    int rank, int world_size,
                                    const ProcessGroupOptions& options = {});

@@ -40,8 +40,11 @@ std::string MemberGradientMessage(const std::string& fqn) {
 FSDPParamGroup::FSDPParamGroup(
     const std::vector<OwnedParam>& owned,
     // NOLINTNEXTLINE(performance-unnecessary-value-param): cheap to copy
-    Communicator communicator)
-    : communicator_(communicator) {
+    GroupCommunicators communicators)
+    : communicator_(communicators.shard), replicate_(communicators.replicate) {
+  if (communicators.post_forward) {
+    post_forward_.emplace(*communicators.post_forward);
+  }
   // What is made here lives on after an inference or no-grad scope.
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
@@ -221,13 +224,23 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
   TORCH_INTERNAL_ASSERT(is_sharded());
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
-  buffer_ = pool.Acquire(unsharded_bytes_);
+  const bool from_part =
+      sharded_state_ == ShardedState::kShardedPostForward && !dirty_;
+  const auto custom =
+      communicator_.size() > 1 ? custom_all_gather_ : nullptr;
+  buffer_.Acquire(unsharded_bytes_, pool, custom.get());
   sharded_state_ = ShardedState::kUnsharding;
   dirty_ = false;
   try {
-    for (const auto& segment : segments_) {
-      gathers_.push_back(communicator_.AllGather(
-          WholeBytes(segment), ShardBytes(segment), segment.label));
+    for (size_t s = 0; s < segments_.size(); ++s) {
+      const Segment& segment = segments_[s];
+      gathers_.push_back(
+          from_part
+              ? post_forward_->Gather(s, WholeBytes(segment), segment.label,
+                                      custom)
+              : communicator_.AllGather(WholeBytes(segment),
+                                        ShardBytes(segment), segment.label,
+                                        custom));
     }
   } catch (...) {
     Reshard(pool);
@@ -240,7 +253,7 @@ at::Tensor FSDPParamGroup::WholeBytes(const Segment& segment) const {
                                           c10::elementSize(segment.dtype));
   return internal::MakeTensor(
       internal::BorrowMemory(
-          static_cast<char*>(buffer_->data) + segment.buffer_offset, bytes),
+          static_cast<char*>(buffer_.data()) + segment.buffer_offset, bytes),
       c10::kByte, {bytes}, {1}, 0);
 }
 
@@ -265,25 +278,41 @@ void FSDPParamGroup::WaitUnshard(BufferPool& pool) {
     throw;
   }
   gathers_.clear();
+  if (post_forward_) post_forward_->Drop();
   for (const auto& segment : segments_) {
     if (const auto storage = segment.storage.lock()) {
       internal::SetData(
-          *storage, static_cast<char*>(buffer_->data) + segment.buffer_offset);
+          *storage, static_cast<char*>(buffer_.data()) + segment.buffer_offset);
     }
   }
   sharded_state_ = ShardedState::kUnsharded;
 }
 
 void FSDPParamGroup::Reshard(BufferPool& pool) {
-  if (is_sharded()) return;
+  if (!is_sharded()) FreeWhole(pool);
+  if (post_forward_) post_forward_->Drop();
+  sharded_state_ = ShardedState::kSharded;
+}
+
+void FSDPParamGroup::ReshardPostForward(BufferPool& pool) {
+  TORCH_INTERNAL_ASSERT(sharded_state_ == ShardedState::kUnsharded &&
+                        keeps_part());
+  std::vector<at::Tensor> wholes;
+  wholes.reserve(segments_.size());
+  for (const auto& segment : segments_) wholes.push_back(WholeBytes(segment));
+  post_forward_->Keep(wholes);
+  FreeWhole(pool);
+  sharded_state_ = ShardedState::kShardedPostForward;
+}
+
+void FSDPParamGroup::FreeWhole(BufferPool& pool) {
   gathers_.clear();  // waits
   for (const auto& segment : segments_) {
     if (const auto storage = segment.storage.lock()) {
       internal::DropData(*storage);
     }
   }
-  pool.Release(std::exchange(buffer_, nullptr));
-  sharded_state_ = ShardedState::kSharded;
+  buffer_.Release(pool);
 }
 
 void FSDPParamGroup::MarkDirty(int param) {
@@ -396,7 +425,10 @@ bool FSDPParamGroup::has_gradient_edges() const {
 }
 
 void FSDPParamGroup::LabelCollectives(const std::string& group_fqn) {
-  if (serial_ == 0) serial_ = communicator_.NextSerial();
+  if (serial_ == 0) {
+    serial_ = communicator_.NextSerial();
+    if (replicate_) replicate_serial_ = replicate_->NextSerial();
+  }
   for (auto& segment : segments_) {
     uint64_t plan = HashMix(segment.layout.fingerprint(),
                             static_cast<uint64_t>(segment.dtype));
@@ -405,6 +437,8 @@ void FSDPParamGroup::LabelCollectives(const std::string& group_fqn) {
       plan = HashMix(plan, HashString(params_[i].fqn));
     }
     segment.label = MakeCollectiveLabel(group_fqn, plan, serial_);
+    segment.replicate_label =
+        MakeCollectiveLabel(group_fqn, plan, replicate_serial_);
   }
 }
 

@@ -27,13 +27,18 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collectives/buffer_pool.h"
 #include "collectives/communicator.h"
 #include "state/compatibility.h"
 #include "state/fsdp_param.h"
+#include "state/gather_buffer.h"
+#include "state/group_communicators.h"
+#include "state/post_forward_shard.h"
 #include "state/shard_layout.h"
 #include "state/tensor_access.h"
 #include "state/training_state.h"
@@ -55,12 +60,13 @@ class FSDPParamGroup {
         c10::intrusive_ptr<c10::StorageImpl>()};
     size_t buffer_offset = 0;  // of this segment in the group's buffer
     CollectiveLabelPtr label;  // of its collectives
+    CollectiveLabelPtr replicate_label;  // of those between replicas
   };
 
   // Copies this rank's rows. Every rank must pass equal parameters. Needs the
   // memory of this rank's shards on top of the parameters.
   FSDPParamGroup(const std::vector<OwnedParam>& owned,
-                 Communicator communicator);
+                 GroupCommunicators communicators);
   ~FSDPParamGroup();
   FSDPParamGroup(const FSDPParamGroup&) = delete;
   FSDPParamGroup& operator=(const FSDPParamGroup&) = delete;
@@ -78,16 +84,27 @@ class FSDPParamGroup {
   void CommitAttach() noexcept;
   void UndoAttach() noexcept;
 
-  // kSharded -> kUnsharding. A later gather replaces the values of an earlier
-  // one, so a group that is stale is resharded first.
+  // kSharded or kShardedPostForward -> kUnsharding. A later gather replaces the
+  // values of an earlier one, so a group that is stale is resharded first. The
+  // part that is kept is used unless a shard was written since.
   void IssueUnshard(BufferPool& pool);
   // kUnsharding -> kUnsharded. If the gather failed: -> kSharded, and throws.
   void WaitUnshard(BufferPool& pool);
   // Any -> kSharded; waits for a gather in flight.
   void Reshard(BufferPool& pool);
+  // kUnsharded -> kShardedPostForward, where keeps_part().
+  void ReshardPostForward(BufferPool& pool);
+  bool keeps_part() const { return post_forward_.has_value(); }
+  size_t kept_part_bytes() const {
+    return post_forward_ ? post_forward_->bytes() : 0;
+  }
 
   ShardedState sharded_state() const { return sharded_state_; }
-  bool is_sharded() const { return sharded_state_ == ShardedState::kSharded; }
+  // Neither gathered nor about to be.
+  bool is_sharded() const {
+    return sharded_state_ == ShardedState::kSharded ||
+           sharded_state_ == ShardedState::kShardedPostForward;
+  }
 
   // The shard of a parameter was, or is about to be, written: what is gathered
   // is stale, and autograd must refuse a backward through an earlier use of
@@ -129,7 +146,19 @@ class FSDPParamGroup {
   const std::vector<FSDPParam>& params() const { return params_; }
   std::vector<FSDPParam>& params() { return params_; }
   const std::vector<Segment>& segments() const { return segments_; }
+  // Over the ranks that share the parameters.
   Communicator& communicator() { return communicator_; }
+  // Over those that hold the same shards; null without hybrid sharding.
+  Communicator* replicate_communicator() {
+    return replicate_ ? &*replicate_ : nullptr;
+  }
+  // Used from the next gather on; null: the library's own.
+  void set_custom_all_gather(std::shared_ptr<AllGather> custom) {
+    custom_all_gather_ = std::move(custom);
+  }
+  const std::shared_ptr<AllGather>& custom_all_gather() const {
+    return custom_all_gather_;
+  }
   size_t unsharded_bytes() const { return unsharded_bytes_; }
   size_t sharded_bytes() const;
 
@@ -144,12 +173,17 @@ class FSDPParamGroup {
   // flight must not keep its own group alive.
   at::Tensor WholeBytes(const Segment& segment) const;
   static at::Tensor ShardBytes(const Segment& segment);
+  void FreeWhole(BufferPool& pool);
 
   Communicator communicator_;
+  std::optional<Communicator> replicate_;
+  std::optional<PostForwardShard> post_forward_;
+  std::shared_ptr<AllGather> custom_all_gather_;
   std::vector<FSDPParam> params_;
   std::vector<Segment> segments_;
   size_t unsharded_bytes_ = 0;
   int64_t serial_ = 0;
+  int64_t replicate_serial_ = 0;
   std::function<NodePtr()> make_sink_;
   WeakNodePtr sink_{NodePtr()};  // it holds the state
   // Between Attach() and its end: what the parameters were, and their storages.
@@ -160,7 +194,7 @@ class FSDPParamGroup {
   bool dirty_ = false;  // a shard changed since the last gather was issued
   uint64_t writes_ = 0;
   bool warned_of_alias_ = false;
-  BufferPool::Buffer* buffer_ = nullptr;       // while not kSharded
+  GatherBuffer buffer_;                        // while not is_sharded()
   std::vector<PendingCollectivePtr> gathers_;  // while kUnsharding
 };
 

@@ -7,9 +7,9 @@
 #include <torch/arg.h>
 
 #include <cstdint>
-#include <optional>
 
-#include "collectives/process_group.h"
+#include "collectives/device_mesh.h"
+#include "state/reshard_after_forward.h"
 
 namespace composable {
 
@@ -20,8 +20,11 @@ enum class BackwardPrefetch : uint8_t { kBackwardPre, kBackwardPost, kNone };
 
 struct FullyShardOptions {
   // --- Behaviour ---
-  // The ranks to shard over; the default process group if null.
-  TORCH_ARG(ProcessGroupPtr, process_group) = nullptr;
+  // The ranks: those to shard over if it has one dimension (a process group may
+  // be given instead); with two, named ones, those that hold replicas of each
+  // shard, then those to shard over. By default all of the default process
+  // group.
+  TORCH_ARG(DeviceMesh, mesh) = DeviceMesh();
   // Whether parameters may be freed between forward and backward. true: they
   // may, as soon as another group needs the memory. false: they stay, which
   // saves the gather in backward. Default: false for the root of the tree,

@@ -1,7 +1,6 @@
 #include "state/gradient_reduction.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -68,7 +67,8 @@ class GradientReduction::AbandonAtExit {
   BufferPool& pool_;
 };
 
-GradientReduction::GradientReduction(FSDPParamGroup& group) : group_(group) {
+GradientReduction::GradientReduction(FSDPParamGroup& group)
+    : group_(group), chain_(group) {
   const auto& segments = group.segments();
   for (size_t s = 0; s < segments.size(); ++s) {
     if (!c10::isFloatingType(segments[s].dtype)) continue;
@@ -108,11 +108,21 @@ void GradientReduction::Pack(std::vector<at::Tensor> gradients,
                    kAlignment);
   };
   int64_t bytes = 0;
-  for (const auto& part : parts_) bytes += IsActive(part) ? bytes_of(part) : 0;
+  for (auto& part : parts_) {
+    if (!IsActive(part)) continue;
+    part.payload =
+        chain_.AllocatePayload(part.chunk_numel * world_size,
+                               group_.segments()[part.segment].dtype);
+    if (!part.payload.defined()) bytes += bytes_of(part);
+  }
   buffer_ = pool.Acquire(bytes);
   auto* data = static_cast<char*>(buffer_->data);
   for (auto& part : parts_) {
     if (!IsActive(part)) continue;
+    if (part.payload.defined()) {
+      PackPart(part, gradients);
+      continue;
+    }
     const int64_t numel = part.chunk_numel * world_size;
     part.payload = internal::MakeTensor(
         internal::BorrowMemory(data, bytes_of(part)),
@@ -206,7 +216,7 @@ void GradientReduction::Keep(BufferPool& pool) {
 }
 
 size_t GradientReduction::pending_bytes() const {
-  size_t bytes = 0;
+  size_t bytes = chain_.partial_bytes();
   for (const auto& tensor : pending_) {
     if (tensor.defined()) bytes += tensor.nbytes();
   }
@@ -214,17 +224,38 @@ size_t GradientReduction::pending_bytes() const {
 }
 
 void GradientReduction::ClearPending() {
+  ClearKept();
+  chain_.ClearPartial();
+}
+
+void GradientReduction::ClearKept() {
   pending_.clear();
   pending_has_gradient_.clear();
 }
 
-void GradientReduction::IssueParts() {
-  for (auto& part : parts_) {
-    if (!part.payload.defined()) continue;
-    part.reduced = at::empty({part.chunk_numel}, part.payload.options());
-    in_flight_.push_back(group_.communicator().ReduceScatter(
-        part.reduced, part.payload, group_.segments()[part.segment].label));
+void GradientReduction::IssueParts(bool alone) {
+  std::vector<ReductionChain::Input> inputs;
+  for (const auto& part : parts_) {
+    const auto& segment = group_.segments()[part.segment];
+    inputs.push_back({part.payload, part.shard_numel, segment.label,
+                      segment.replicate_label});
   }
+  chain_.Issue(std::move(inputs), alone);
+}
+
+size_t GradientReduction::Advance(BufferPool& pool) {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  AbandonAtExit on_error(*this, pool);
+  const bool all_reduces = chain_.Advance();
+  ReleasePayload(pool);
+  on_error.Cancel();
+  return all_reduces ? chain_.all_reduced_bytes() : 0;
+}
+
+void GradientReduction::ReleasePayload(BufferPool& pool) {
+  for (auto& part : parts_) part.payload.reset();
+  if (buffer_ != nullptr) pool.Release(std::exchange(buffer_, nullptr));
 }
 
 size_t GradientReduction::Issue() {
@@ -243,9 +274,9 @@ size_t GradientReduction::Issue() {
     for (size_t i = 0; i < has_gradient_.size(); ++i) {
       if (pending_has_gradient_[i]) has_gradient_[i] = true;
     }
-    ClearPending();
+    ClearKept();
   }
-  IssueParts();
+  IssueParts(/*alone=*/false);
   return bytes;
 }
 
@@ -262,7 +293,7 @@ std::vector<at::Tensor> GradientReduction::ReduceNow(BufferPool& pool) {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   const AbandonAtExit always(*this, pool);
-  IssueParts();
+  IssueParts(/*alone=*/true);
   std::vector<at::Tensor> gradients(group_.params().size());
   FinishParts([&](FSDPParam& param, at::Tensor rows) {
     at::Tensor& gradient = gradients[&param - group_.params().data()];
@@ -276,9 +307,10 @@ std::vector<at::Tensor> GradientReduction::ReduceNow(BufferPool& pool) {
 
 void GradientReduction::FinishParts(
     const std::function<void(FSDPParam& param, at::Tensor rows)>& take) {
-  for (const auto& collective : in_flight_) collective->Wait();
-  const int world_size = group_.communicator().size();
-  for (auto& part : parts_) {
+  chain_.Finish();
+  for (size_t p = 0; p < parts_.size(); ++p) {
+    Part& part = parts_[p];
+    part.reduced = chain_.output(p);
     if (!part.reduced.defined()) continue;
     const auto& indices = group_.segments()[part.segment].params;
     at::Tensor flags;
@@ -292,7 +324,6 @@ void GradientReduction::FinishParts(
       return flags.const_data_ptr<double>()[k] != 0;
     };
     const at::Tensor shard = Slice(part.reduced, 0, part.shard_numel);
-    if (world_size > 1) shard.div_(world_size);
     for (size_t k = 0; k < indices.size(); ++k) {
       FSDPParam& param = group_.params()[indices[k]];
       if (!param.sharded.requires_grad() || !any_rank_has(k)) continue;
@@ -336,12 +367,9 @@ bool GradientReduction::WasClearedUnused(const FSDPParam& param) {
 }
 
 void GradientReduction::Abandon(BufferPool& pool) {
-  in_flight_.clear();  // waits
-  for (auto& part : parts_) {
-    part.payload.reset();
-    part.reduced.reset();
-  }
-  if (buffer_ != nullptr) pool.Release(std::exchange(buffer_, nullptr));
+  chain_.Abandon();  // waits
+  for (auto& part : parts_) part.reduced.reset();
+  ReleasePayload(pool);
 }
 
 }  // namespace composable

@@ -4,6 +4,7 @@
 //   reduction.Pack(std::move(gradients), pool);   // frees each as it goes
 //   reduction.Issue();                            // reduce-scatter, at once
 //   // ... other work ...
+//   reduction.Advance(pool);                      // the payload's memory is free
 //   reduction.Finish(pool);                       // S.grad() is set
 //
 // Note [Gradient payload]
@@ -14,7 +15,8 @@
 // has one, which decides alike everywhere whether S.grad() is set. It is read
 // only where this rank itself lacks a gradient.
 //
-// The sum over ranks is divided by their number after the reduction.
+// The sum over ranks is divided by their number, unless the settings say
+// otherwise: see Note [Gradient division].
 //
 // Note [Gradients that no optimizer uses]
 // An optimizer that does not hold the shards trains nothing, without an error.
@@ -35,8 +37,8 @@
 #include <vector>
 
 #include "collectives/buffer_pool.h"
-#include "collectives/communicator.h"
 #include "state/fsdp_param_group.h"
+#include "state/reduction_chain.h"
 
 namespace composable {
 
@@ -50,13 +52,26 @@ class GradientReduction {
 
   // Ends a backward without a reduction: adds the payload to what is pending.
   void Keep(BufferPool& pool);
-  bool has_pending() const { return !pending_.empty(); }
+  // What is kept, and can be reduced: see Note [Partial reductions] too.
+  bool has_pending() const {
+    return !pending_.empty() ||
+           (chain_.settings.requires_all_reduce && chain_.has_partial());
+  }
+  // Of whole gradients and of partials.
   size_t pending_bytes() const;
   void ClearPending();
 
   // Adds what is pending and starts the reduction. Returns the bytes sent.
   size_t Issue();
-  // Waits, divides, and adds to S.grad() of every parameter that requires one
+  // Waits for the reduce-scatter and gives its payload back; if the group has
+  // replicas, starts the all-reduce over those. Returns the bytes of that.
+  size_t Advance(BufferPool& pool);
+  bool advanced() const { return chain_.advanced(); }
+  bool has_replicas() const {
+    return group_.replicate_communicator() != nullptr;
+  }
+  ReductionSettings& settings() { return chain_.settings; }
+  // Waits, advancing if need be, divides, and adds to S.grad() of every parameter that requires one
   // and for which a rank had one. A parameter that is frozen by now is left
   // alone. Runs the hooks of the shards.
   void Finish(BufferPool& pool);
@@ -73,11 +88,14 @@ class GradientReduction {
     int64_t shard_numel = 0;
     int64_t chunk_numel = 0;  // shard, flags and alignment
     at::Tensor payload;       // over the buffer, while packed
-    at::Tensor reduced;       // chunk_numel elements, while in flight
+    at::Tensor reduced;       // chunk_numel elements, once that is done
   };
   void PackPart(Part& part, std::vector<at::Tensor>& gradients);
   void WriteFlags(const Part& part);
-  void IssueParts();
+  void ClearKept();
+  void ReleasePayload(BufferPool& pool);
+  // `alone`: without what is kept.
+  void IssueParts(bool alone);
   // Hands the reduced rows of each parameter that has some to `take`.
   void FinishParts(
       const std::function<void(FSDPParam& param, at::Tensor rows)>& take);
@@ -96,7 +114,7 @@ class GradientReduction {
   std::vector<bool> has_gradient_;           // of this rank, per parameter
   std::vector<at::Tensor> pending_;  // per part, shaped like the payload
   std::vector<bool> pending_has_gradient_;
-  std::vector<PendingCollectivePtr> in_flight_;
+  ReductionChain chain_;
 };
 
 }  // namespace composable

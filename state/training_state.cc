@@ -28,9 +28,10 @@ constexpr std::optional<T> kTree[kTrainingStates][kTreeEvents] = {
 constexpr std::optional<S> kNever;
 
 constexpr std::optional<S> kGroup[kShardedStates][kGroupEvents] = {
-    {S::kUnsharding, kNever, kNever, kNever},
-    {kNever, S::kUnsharded, S::kSharded, S::kSharded},
-    {kNever, kNever, kNever, S::kSharded},
+    {S::kUnsharding, kNever, kNever, kNever, kNever},
+    {kNever, S::kUnsharded, S::kSharded, S::kSharded, kNever},
+    {kNever, kNever, kNever, S::kSharded, S::kShardedPostForward},
+    {S::kUnsharding, kNever, kNever, S::kSharded, kNever},
 };
 
 TransitionCounts& Counts() {
@@ -47,8 +48,8 @@ const char* ToString(TrainingState state) {
 }
 
 const char* ToString(ShardedState state) {
-  constexpr const char* kNames[kShardedStates] = {"sharded", "unsharding",
-                                                  "unsharded"};
+  constexpr const char* kNames[kShardedStates] = {
+      "sharded", "unsharding", "unsharded", "sharded post-forward"};
   return kNames[Index(state)];
 }
 
@@ -61,7 +62,8 @@ const char* ToString(TreeEvent event) {
 
 const char* ToString(GroupEvent event) {
   constexpr const char* kNames[kGroupEvents] = {
-      "issue unshard", "finish unshard", "fail unshard", "reshard"};
+      "issue unshard", "finish unshard", "fail unshard", "reshard",
+      "reshard post-forward"};
   return kNames[Index(event)];
 }
 
@@ -86,7 +88,10 @@ void Transition(TrainingState* state, TreeEvent event) {
 
 void CheckGroupTransition(TrainingState tree, ShardedState state,
                           GroupEvent event) {
-  TORCH_INTERNAL_ASSERT(Next(state, event) != nullptr,
+  const bool legal = Next(state, event) != nullptr &&
+                     (event != GroupEvent::kReshardPostForward ||
+                      tree == TrainingState::kForward);
+  TORCH_INTERNAL_ASSERT(legal,
                         "illegal transition of a group: ", ToString(event),
                         " in state ", ToString(state), " of a tree in state ",
                         ToString(tree));

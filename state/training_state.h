@@ -17,10 +17,14 @@
 //   pre-backward     -        -        -        post       -        idle   idle
 //   post-backward    -        -        -         -        pre        -     idle
 //
-//   of a group      issue       finish     fail     reshard
-//   sharded         unsharding   -          -        -
-//   unsharding       -          unsharded  sharded  sharded
-//   unsharded        -           -          -       sharded
+//   of a group      issue       finish     fail     reshard  reshard
+//                                                            post-forward
+//   sharded         unsharding   -          -        -        -
+//   unsharding       -          unsharded  sharded  sharded   -
+//   unsharded        -           -          -       sharded  post-forward
+//   post-forward    unsharding   -          -       sharded   -
+//
+// (A reshard that keeps a part happens in a forward only.)
 //
 // Forward begins at the first touch of an iteration, backward at the first touch
 // or gradient of a backward, also of one whose forward was another pass; a group
@@ -44,12 +48,13 @@ enum class TrainingState : uint8_t {
   kPostBackward,
 };
 
-// Of a group: kSharded and kUnsharding have no memory, access throws; kUnsharded
-// has whole parameters.
+// Of a group: kUnsharded has whole parameters; in the others access throws.
+// kShardedPostForward holds a part of them: see state/post_forward_shard.h.
 enum class ShardedState : uint8_t {
   kSharded,
   kUnsharding,
   kUnsharded,
+  kShardedPostForward,
 };
 
 enum class TreeEvent : uint8_t {
@@ -67,12 +72,13 @@ enum class GroupEvent : uint8_t {
   kFinishUnshard,
   kFailUnshard,
   kReshard,
+  kReshardPostForward,
 };
 
 inline constexpr size_t kTrainingStates = 4;
-inline constexpr size_t kShardedStates = 3;
+inline constexpr size_t kShardedStates = 4;
 inline constexpr size_t kTreeEvents = 7;
-inline constexpr size_t kGroupEvents = 4;
+inline constexpr size_t kGroupEvents = 5;
 
 const char* ToString(TrainingState state);
 const char* ToString(ShardedState state);
