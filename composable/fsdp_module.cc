@@ -1,34 +1,16 @@
 #include "composable/fsdp_module.h"
 
 #include <c10/util/Exception.h>
-#include <torch/nn/module.h>
 
 #include <mutex>
 
+#include "composable/for_each_state.h"
 #include "hooks/alone.h"
 #include "hooks/root_pre_forward.h"
 #include "hooks/unshard.h"
 #include "state/fsdp_state.h"
 
 namespace composable {
-namespace {
-
-// Calls `visit` for the state and, with `recurse`, for every state below it.
-template <typename Visit>
-void ForEachState(const std::shared_ptr<FSDPState>& state, bool recurse,
-                  Visit visit) {
-  if (!recurse) {
-    visit(*state);
-    return;
-  }
-  for (const auto& root : state->modules()) {
-    for (const auto& module : root->modules()) {
-      if (const auto found = FindFSDPState(*module)) visit(*found);
-    }
-  }
-}
-
-}  // namespace
 
 std::shared_ptr<FSDPState> FSDPModule::Require(const char* call) const {
   auto state = state_.lock();
@@ -63,8 +45,12 @@ void FSDPModule::reshard() {
 
 void FSDPModule::set_requires_gradient_sync(bool requires_sync, bool recurse) {
   ForEachState(
-      Require("set_requires_gradient_sync"), recurse,
-      [&](FSDPState& state) { state.requires_gradient_sync = requires_sync; });
+      Require("set_requires_gradient_sync"), recurse, [&](FSDPState& state) {
+        state.requires_gradient_sync = requires_sync;
+        if (state.group() != nullptr) {
+          state.reduction()->settings().requires_all_reduce = requires_sync;
+        }
+      });
 }
 
 size_t FSDPModule::pending_gradient_bytes() const {

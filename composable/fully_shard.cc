@@ -4,14 +4,15 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
-#include "collectives/communicator.h"
 #include "composable/contract.h"
 #include "hooks/gradient_sink.h"
 #include "hooks/guard.h"
 #include "hooks/root_pre_forward.h"
 #include "state/fsdp_state.h"
+#include "state/group_communicators.h"
 #include "state/managed_params.h"
 
 namespace composable {
@@ -52,20 +53,23 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
                     "fully_shard: expected limit_all_gathers of at least 1, "
                     "got ",
                     options.limit_all_gathers(), ".");
+  CheckMesh(options.mesh());
   const ManagedParams managed = CollectManagedParams(modules, kFullyShardApi);
+  std::optional<GroupCommunicators> communicators;
+  FullyShardOptions resolved = options;
+  if (!managed.owned.empty()) {
+    communicators = MakeGroupCommunicators(options.mesh(), c10::kCPU,
+                                           resolved.reshard_after_forward());
+  }
   const auto below = StatesBelow(modules);
   for (const auto& state : below) {
     if (const auto context = state->tree()) ResetTree(context);
   }
   std::unique_ptr<FSDPParamGroup> group;
-  if (!managed.owned.empty()) {
-    const auto process_group = options.process_group() != nullptr
-                                   ? options.process_group()
-                                   : default_process_group();
-    group = std::make_unique<FSDPParamGroup>(
-        managed.owned, Communicator(process_group, c10::kCPU));
+  if (communicators) {
+    group = std::make_unique<FSDPParamGroup>(managed.owned, *communicators);
   }
-  auto state = std::make_shared<FSDPState>(modules, options, std::move(group));
+  auto state = std::make_shared<FSDPState>(modules, resolved, std::move(group));
   state->undo = [tied = managed.tied] { UntieFromShards(tied); };
   if (state->group() != nullptr) {
     state->group()->Attach(state, GradientSinkFactory(state));

@@ -38,6 +38,9 @@ FSDPStats fsdp_stats(const ModuleRef& module) {
     sum.peak_unsharded_bytes += s.peak_unsharded_bytes;
     sum.gathered_bytes += s.gathered_bytes;
     sum.reduced_bytes += s.reduced_bytes;
+    sum.all_reduced_bytes += s.all_reduced_bytes;
+    sum.num_all_reductions += s.num_all_reductions;
+    sum.kept_part_bytes += s.kept_part_bytes;
     sum.num_gathers += s.num_gathers;
     sum.num_reductions += s.num_reductions;
     sum.gathers_in_flight += s.gathers_in_flight;

@@ -56,8 +56,7 @@ int Main() {
       c10::make_intrusive<c10d::HashStore>(), /*rank=*/0, /*world_size=*/1);
   torch::manual_seed(0);  // the same initial weights
   Net sharded;
-  composable::fully_shard(sharded,
-                          composable::FullyShardOptions().process_group(group));
+  composable::fully_shard(sharded, composable::FullyShardOptions().mesh(group));
   const auto losses = Train(sharded);
 
   std::cout << "step  ordinary  sharded\n"

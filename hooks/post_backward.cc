@@ -72,7 +72,7 @@ std::vector<at::Tensor> PostBackward(const std::shared_ptr<FSDPState>& state,
   AbortOnError abort(*context);
   const Wanted wanted = DropUnwanted(*state->group(), gradients);
   Transition(&context->training_state, TreeEvent::kBeginReduce);
-  FinishReduction(*context);
+  MakeRoomForReduction(*context, *state);
   if (MayBeReadAgain(*state->group())) {
     state->left = true;
   } else {

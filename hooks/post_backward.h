@@ -14,8 +14,8 @@ namespace composable {
 
 // Packs `gradients` (one per parameter, undefined where there is none), frees
 // the whole parameters, and issues the reduce-scatter, or keeps the gradients
-// if the state does not sync. Waits first for the reduction before it, whose
-// buffer it takes.
+// if the state does not sync. Makes room for it first: see Note [Reductions in
+// flight].
 //
 // Returns what autograd is to pass on to each shard: nothing, but in
 // autograd::grad the reduced gradients of those that were asked for, after

@@ -1,6 +1,9 @@
 #include "hooks/reduce.h"
 
+#include <algorithm>
 #include <utility>
+
+#include "hooks/unshard.h"
 
 namespace composable {
 
@@ -26,16 +29,72 @@ bool IsFinishingReduction(const FSDPStateContext& context) {
   return finishing == &context;
 }
 
-void FinishReduction(FSDPStateContext& context) {
-  FSDPState* state = std::exchange(context.reducing, nullptr);
-  if (state == nullptr) return;
+namespace {
+
+void FinishOldest(FSDPStateContext& context) {
+  FSDPState* state = context.reducing.front();
+  context.reducing.erase(context.reducing.begin());
+  GradientReduction& reduction = *state->reduction();
+  const bool waited = reduction.advanced();
+  const bool all_reduces = reduction.all_reduces();
   const Finishing scope(context);
-  state->reduction()->Finish(context.pool);
+  reduction.Finish(context.pool);
+  if (!waited) context.Trace(TraceEvent::kReduceWait, *state);
+  if (all_reduces) context.Trace(TraceEvent::kAllReduceWait, *state);
+}
+
+// Starts the all-reduce of the oldest reduction that has not come so far, or
+// finishes it if there is none.
+void AdvanceOldest(FSDPStateContext& context) {
+  const auto it = std::find_if(
+      context.reducing.begin(), context.reducing.end(),
+      [](FSDPState* state) { return !state->reduction()->advanced(); });
+  FSDPState* state = *it;
+  if (!state->reduction()->has_replicas()) {
+    while (Contains(context.reducing, state)) FinishOldest(context);
+    return;
+  }
+  size_t bytes = 0;
+  try {
+    bytes = state->reduction()->Advance(context.pool);
+  } catch (...) {
+    context.reducing.erase(it);
+    throw;
+  }
   context.Trace(TraceEvent::kReduceWait, *state);
+  if (bytes == 0) return;
+  ++context.stats.num_all_reductions;
+  context.stats.all_reduced_bytes += static_cast<int64_t>(bytes);
+  context.Trace(TraceEvent::kAllReduce, *state);
+}
+
+size_t Payloads(const FSDPStateContext& context) {
+  return std::count_if(
+      context.reducing.begin(), context.reducing.end(),
+      [](FSDPState* state) { return !state->reduction()->advanced(); });
+}
+
+}  // namespace
+
+void MakeRoomForReduction(FSDPStateContext& context, const FSDPState& next) {
+  while (!context.reducing.empty() &&
+         (context.reducing.front()->reduction()->advanced() ||
+          Contains(context.reducing, &next))) {
+    FinishOldest(context);
+  }
+  while (static_cast<int64_t>(Payloads(context)) >=
+         context.max_reduction_payloads) {
+    AdvanceOldest(context);
+  }
+}
+
+void FinishReductions(FSDPStateContext& context) {
+  while (Payloads(context) > 0) AdvanceOldest(context);
+  while (!context.reducing.empty()) FinishOldest(context);
 }
 
 void IssueReduction(FSDPStateContext& context, FSDPState& state) {
-  context.reducing = &state;
+  context.reducing.push_back(&state);
   const size_t bytes = state.reduction()->Issue();
   ++context.stats.num_reductions;
   context.stats.reduced_bytes += static_cast<int64_t>(bytes);
@@ -46,8 +105,14 @@ std::vector<at::Tensor> ReduceNow(FSDPStateContext& context, FSDPState& state) {
   ++context.stats.num_reductions;
   context.Trace(TraceEvent::kReduce, state);
   const Finishing scope(context);
-  auto gradients = state.reduction()->ReduceNow(context.pool);
+  size_t all_reduced = 0;
+  auto gradients = state.reduction()->ReduceNow(context.pool, &all_reduced);
   context.Trace(TraceEvent::kReduceWait, state);
+  if (all_reduced == 0) return gradients;
+  ++context.stats.num_all_reductions;
+  context.stats.all_reduced_bytes += static_cast<int64_t>(all_reduced);
+  context.Trace(TraceEvent::kAllReduce, state);
+  context.Trace(TraceEvent::kAllReduceWait, state);
   return gradients;
 }
 

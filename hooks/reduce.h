@@ -1,8 +1,13 @@
 // Issues and finishes the reductions of groups, for the hooks that know when.
 //
-// One reduction of a tree is in flight at a time: there is one payload buffer.
-// It is waited for when the next one needs the buffer, or at the end of the
-// backward.
+// Note [Reductions in flight]
+// As many reductions of a tree may hold a payload at one time as
+// set_reduce_scatter_max_input_buffers allows, one by default. The oldest gives
+// its payload back when the next one needs it. Then its gradients are set or,
+// where it has replicas, the all-reduce between those starts, and gradients are
+// set when the next payload but one is needed, or at the end of the backward: so
+// an all-reduce overlaps with the reduce-scatter after it. All follows from the
+// sequence of reductions, never from timing.
 //
 // The mutex of the context must be held.
 #pragma once
@@ -15,11 +20,15 @@
 
 namespace composable {
 
-// Waits for the reduction in flight, if there is one, and sets its gradients.
-// Runs the hooks of the shards.
-void FinishReduction(FSDPStateContext& context);
+// Makes room for another payload, that of `next`, whose reductions before have
+// then ended. Runs the hooks of the shards whose gradients it sets.
+void MakeRoomForReduction(FSDPStateContext& context, const FSDPState& next);
 
-// Whether this thread is in FinishReduction of the tree: in a hook of a shard.
+// Waits for all reductions in flight and sets their gradients. Runs the hooks of
+// the shards.
+void FinishReductions(FSDPStateContext& context);
+
+// Whether this thread is in a reduction of the tree that ends: in a hook of a shard.
 bool IsFinishingReduction(const FSDPStateContext& context);
 
 // Issues the reduction of what `state` has packed.

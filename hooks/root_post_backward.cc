@@ -25,7 +25,7 @@ void ReshardAll(FSDPStateContext& context) {
 
 void RootPostBackward(FSDPStateContext& context) {
   AbortOnError abort(context);
-  FinishReduction(context);
+  FinishReductions(context);
   for (FSDPState* state : context.states) {
     if (state == nullptr || state->group() == nullptr ||
         !state->requires_gradient_sync || !state->reduction()->has_pending()) {
@@ -34,7 +34,7 @@ void RootPostBackward(FSDPStateContext& context) {
     state->reduction()->Pack(
         std::vector<at::Tensor>(state->group()->params().size()), context.pool);
     IssueReduction(context, *state);
-    FinishReduction(context);
+    FinishReductions(context);
   }
   context.backward_order.Commit();
   context.seed_backward_order = true;
@@ -46,10 +46,10 @@ void RootPostBackward(FSDPStateContext& context) {
 void AbortPass(FSDPStateContext& context) noexcept {
   // An observer that throws has been heard already.
   TraceObserver muted = std::exchange(context.observer, nullptr);
-  if (context.reducing != nullptr) {
-    context.reducing->reduction()->Abandon(context.pool);
-    context.reducing = nullptr;
+  for (FSDPState* state : context.reducing) {
+    state->reduction()->Abandon(context.pool);
   }
+  context.reducing.clear();
   ReshardAll(context);
   Transition(&context.training_state, TreeEvent::kAbort);
   context.observer = std::move(muted);

@@ -77,7 +77,8 @@ void Configure(FSDPStateContext& context, FSDPState& root) {
   size_t slot_bytes = 0;
   for (FSDPState* state : context.states) {
     state->reshard_after_forward =
-        state->options().reshard_after_forward().value_or(state != &root);
+        state->options().reshard_after_forward().frees().value_or(state !=
+                                                                  &root);
     if (state->group() == nullptr) continue;
     state->group()->SetNames(state->fqn.empty() ? "(root)" : state->fqn);
     context.stats.sharded_param_bytes +=
@@ -87,6 +88,7 @@ void Configure(FSDPStateContext& context, FSDPState& root) {
     }
   }
   context.pool.set_min_capacity(slot_bytes);
+  context.UpdateMaxReductionPayloads();
   for (FSDPState* state : context.states) {
     state->has_tree.store(true, std::memory_order_release);
   }

@@ -12,6 +12,26 @@ int64_t SlotsInUse(const FSDPStateContext& context) {
                        [](const FSDPState* s) { return s->uses_slot(); });
 }
 
+// A forward leaves a part of what its backward will need, where that is asked
+// for.
+void Evict(FSDPStateContext& context, FSDPState& state) {
+  FSDPParamGroup& group = *state.group();
+  if (context.training_state != TrainingState::kForward ||
+      !state.reshard_after_forward || !group.keeps_part() || group.dirty() ||
+      group.sharded_state() != ShardedState::kUnsharded) {
+    Reshard(context, state);
+    return;
+  }
+  state.left = false;
+  state.prefetched = false;
+  group.ReshardPostForward(context.pool);
+  context.AccountFreed(state, ShardedState::kUnsharded,
+                       GroupEvent::kReshardPostForward);
+  context.stats.kept_part_bytes +=
+      static_cast<int64_t>(group.kept_part_bytes());
+  context.Trace(TraceEvent::kReshard, state);
+}
+
 // Frees the left group whose next use is furthest away, if that is at position
 // `earliest` or later. False if there is none.
 bool EvictOne(FSDPStateContext& context, FSDPStates needed,
@@ -28,13 +48,21 @@ bool EvictOne(FSDPStateContext& context, FSDPStates needed,
     }
   }
   if (victim == nullptr || victim_use < earliest) return false;
-  Reshard(context, *victim);
+  Evict(context, *victim);
   return true;
 }
 
 void Issue(FSDPStateContext& context, FSDPState& state) {
-  state.group()->IssueUnshard(context.pool);
-  context.AccountIssued(state);
+  FSDPParamGroup& group = *state.group();
+  const ShardedState before = group.sharded_state();
+  const auto kept = static_cast<int64_t>(group.kept_part_bytes());
+  try {
+    group.IssueUnshard(context.pool);
+  } catch (...) {
+    context.stats.kept_part_bytes -= kept;
+    throw;
+  }
+  context.AccountIssued(state, before);
   state.left = false;
   context.Trace(TraceEvent::kUnshard, state);
 }
@@ -71,6 +99,8 @@ void WaitUnshard(FSDPStateContext& context, FSDPStates needed) {
   for (FSDPState* state : needed) {
     FSDPParamGroup& group = *state->group();
     if (group.sharded_state() != ShardedState::kUnsharding) continue;
+    context.stats.kept_part_bytes -=
+        static_cast<int64_t>(group.kept_part_bytes());
     try {
       group.WaitUnshard(context.pool);
     } catch (...) {
@@ -87,10 +117,13 @@ void Reshard(FSDPStateContext& context, FSDPState& state) {
   FSDPParamGroup& group = *state.group();
   state.left = false;
   state.prefetched = false;
-  if (group.is_sharded()) return;
   const ShardedState before = group.sharded_state();
+  if (before == ShardedState::kSharded) return;
+  context.stats.kept_part_bytes -=
+      static_cast<int64_t>(group.kept_part_bytes());
   group.Reshard(context.pool);
   context.AccountFreed(state, before);
+  if (before == ShardedState::kShardedPostForward) return;
   context.Trace(TraceEvent::kReshard, state);
 }
 

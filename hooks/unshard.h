@@ -7,7 +7,8 @@
 // group needs it. The group whose next use in the pass is furthest away gives
 // way, so prefetch never throws out what is needed before its own target. A
 // gather that an operator waits for always gets memory, over the limit if need
-// be. All decisions follow from the sequence of uses alone, never from timing,
+// be. In forward, a group with reshard_after_forward(k) that gives way keeps its
+// part. All decisions follow from the sequence of uses alone, never from timing,
 // so all ranks decide alike.
 //
 // The mutex of the context must be held.
@@ -33,7 +34,7 @@ void IssueUnshard(FSDPStateContext& context, FSDPStates needed,
                   const PassOrder& order);
 void WaitUnshard(FSDPStateContext& context, FSDPStates needed);
 
-// Frees the whole parameters of `state`, waiting for its gather if one is in
+// Frees the whole parameters of `state`, and the part that it keeps, waiting for its gather if one is in
 // flight.
 void Reshard(FSDPStateContext& context, FSDPState& state);
 

@@ -13,9 +13,17 @@ void FSDPStateContext::Trace(TraceEvent event, const FSDPState& state) const {
   if (observer) observer(event, state.fqn);
 }
 
-void FSDPStateContext::AccountIssued(FSDPState& state) {
-  CheckGroupTransition(training_state, ShardedState::kSharded,
-                       GroupEvent::kIssueUnshard);
+void FSDPStateContext::UpdateMaxReductionPayloads() {
+  max_reduction_payloads = 1;
+  for (const FSDPState* state : states) {
+    if (state == nullptr) continue;
+    max_reduction_payloads =
+        std::max(max_reduction_payloads, state->max_reduction_payloads);
+  }
+}
+
+void FSDPStateContext::AccountIssued(FSDPState& state, ShardedState before) {
+  CheckGroupTransition(training_state, before, GroupEvent::kIssueUnshard);
   const auto bytes = static_cast<int64_t>(state.group()->unsharded_bytes());
   ++stats.num_gathers;
   stats.gathered_bytes += bytes;
@@ -37,6 +45,7 @@ void FSDPStateContext::AccountWaited() {
 void FSDPStateContext::AccountFreed(FSDPState& state, ShardedState before,
                                     GroupEvent event) {
   CheckGroupTransition(training_state, before, event);
+  if (before == ShardedState::kShardedPostForward) return;
   if (before == ShardedState::kUnsharding) --stats.gathers_in_flight;
   stats.unsharded_param_bytes -=
       static_cast<int64_t>(state.group()->unsharded_bytes());
@@ -51,10 +60,12 @@ void FSDPStateContext::Forget(FSDPState* state) {
                 current.end());
   FSDPParamGroup* group = state->group();
   if (group == nullptr) return;
-  if (reducing == state) reducing = nullptr;
+  reducing.erase(std::remove(reducing.begin(), reducing.end(), state),
+                 reducing.end());
   state->reduction()->Abandon(pool);
   const ShardedState before = group->sharded_state();
   if (before != ShardedState::kSharded) {
+    stats.kept_part_bytes -= static_cast<int64_t>(group->kept_part_bytes());
     group->Reshard(pool);
     AccountFreed(*state, before);
   }

@@ -82,17 +82,22 @@ class FSDPStateContext {
   uint64_t touches = 0;  // clock for least recently used
 
   BufferPool pool;
-  // The state whose reduction is in flight; null: none.
-  FSDPState* reducing = nullptr;
+  // The states whose reductions are in flight, the oldest first.
+  std::vector<FSDPState*> reducing;
+  // How many of them may hold a payload: the most that any state asks for.
+  int64_t max_reduction_payloads = 1;
 
   FSDPStats stats;
   TraceObserver observer;
 
   void Trace(TraceEvent event, const FSDPState& state) const;
 
+  // After a change of a state's max_reduction_payloads.
+  void UpdateMaxReductionPayloads();
+
   // Check that the change of the group of `state`, from `before`, is legal, and
   // keep `stats` and `resident` right.
-  void AccountIssued(FSDPState& state);
+  void AccountIssued(FSDPState& state, ShardedState before);
   void AccountWaited();
   void AccountFreed(FSDPState& state, ShardedState before,
                     GroupEvent event = GroupEvent::kReshard);
@@ -134,6 +139,7 @@ class FSDPState final : public ComposableState {
   std::vector<int> ancestors;         // ids of the states above
   bool reshard_after_forward = true;  // resolved when the root is known
   bool requires_gradient_sync = true;
+  int64_t max_reduction_payloads = 1;  // see the context's
 
   // Left: no operator of this pass is expected to read it next, so another
   // group may take its buffer.

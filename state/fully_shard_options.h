@@ -29,7 +29,8 @@ struct FullyShardOptions {
   // may, as soon as another group needs the memory. false: they stay, which
   // saves the gather in backward. Default: false for the root of the tree,
   // which backward needs first, true for all others.
-  TORCH_ARG(std::optional<bool>, reshard_after_forward) = std::nullopt;
+  // A number k: a part stays, see reshard_after_forward.h.
+  TORCH_ARG(ReshardAfterForward, reshard_after_forward) = {};
 
   // --- Performance; read from the root of the tree ---
   // Groups that may be gathered at one time, whether in use or ahead of use,

@@ -110,9 +110,8 @@ void GradientReduction::Pack(std::vector<at::Tensor> gradients,
   int64_t bytes = 0;
   for (auto& part : parts_) {
     if (!IsActive(part)) continue;
-    part.payload =
-        chain_.AllocatePayload(part.chunk_numel * world_size,
-                               group_.segments()[part.segment].dtype);
+    part.payload = chain_.AllocatePayload(
+        part.chunk_numel * world_size, group_.segments()[part.segment].dtype);
     if (!part.payload.defined()) bytes += bytes_of(part);
   }
   buffer_ = pool.Acquire(bytes);
@@ -289,7 +288,8 @@ void GradientReduction::Finish(BufferPool& pool) {
   });
 }
 
-std::vector<at::Tensor> GradientReduction::ReduceNow(BufferPool& pool) {
+std::vector<at::Tensor> GradientReduction::ReduceNow(BufferPool& pool,
+                                                     size_t* all_reduced) {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   const AbandonAtExit always(*this, pool);
@@ -302,6 +302,7 @@ std::vector<at::Tensor> GradientReduction::ReduceNow(BufferPool& pool) {
     internal::AddGuard(gradient);
     if (graph_wanted_) RefuseToDifferentiate(gradient, param.fqn);
   });
+  if (all_reduced != nullptr) *all_reduced = chain_.all_reduced_bytes();
   return gradients;
 }
 

@@ -67,6 +67,10 @@ class GradientReduction {
   // replicas, starts the all-reduce over those. Returns the bytes of that.
   size_t Advance(BufferPool& pool);
   bool advanced() const { return chain_.advanced(); }
+  // Whether there is an all-reduce to wait for.
+  bool all_reduces() const {
+    return advanced() && chain_.all_reduced_bytes() > 0;
+  }
   bool has_replicas() const {
     return group_.replicate_communicator() != nullptr;
   }
@@ -77,7 +81,9 @@ class GradientReduction {
   void Finish(BufferPool& pool);
   // Reduces what is packed, without what is pending, and returns the reduced
   // gradients instead, one per parameter, undefined where no rank had one.
-  std::vector<at::Tensor> ReduceNow(BufferPool& pool);
+  // `all_reduced`: how many bytes went between replicas.
+  std::vector<at::Tensor> ReduceNow(BufferPool& pool,
+                                    size_t* all_reduced = nullptr);
   // Drops a payload or a reduction in flight.
   void Abandon(BufferPool& pool);
 

@@ -45,7 +45,7 @@ TORCH_MODULE(Net);
 
 Net Sharded(const ProcessGroupPtr& group, int64_t hidden = 8) {
   auto net = RankContext::Seeded(7, [&] { return Net(hidden); });
-  const auto options = FullyShardOptions().process_group(group);
+  const auto options = FullyShardOptions().mesh(group);
   fully_shard(net->fc1, options);
   fully_shard(net->fc2, options);
   fully_shard(net, options);

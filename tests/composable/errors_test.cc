@@ -276,7 +276,7 @@ TEST(DefaultProcessGroupTest, MustExistAndMayGoBeforeTheModel) {
   Linear model = MakeLinear();
   ExpectThrows<c10::ValueError>(
       [&] { fully_shard(model); },
-      {"no default process group", "init_process_group()", "process_group("});
+      {"no default process group", "init_process_group()", "mesh("});
   EXPECT_FALSE(IsShard(model->parameters()[0]));
   EXPECT_EQ(fully_shard.state(model), nullptr);
 

@@ -61,7 +61,7 @@ void ExpectIdle(const Mlp& model) {
   EXPECT_EQ(stats.gathers_in_flight, 0);
   const auto context = fully_shard.state(model)->context;
   EXPECT_EQ(context->training_state, TrainingState::kIdle);
-  EXPECT_EQ(context->reducing, nullptr);
+  EXPECT_TRUE(context->reducing.empty());
   EXPECT_TRUE(context->resident.empty());
   for (const FSDPState* state : context->states) {
     if (state->group() == nullptr) continue;

@@ -417,7 +417,7 @@ struct TracedPieces : TracedRank {
   explicit TracedPieces(int count, FullyShardOptions root = {})
       : model(log, count) {
     for (auto& piece : model->pieces) fully_shard(piece, options());
-    fully_shard(model, root.process_group(options().process_group()));
+    fully_shard(model, root.mesh(options().mesh()));
     Observe(model);
   }
   Pieces model;

@@ -101,6 +101,9 @@ class EventLog {
       case TraceEvent::kReduceWait:
         EXPECT_EQ(std::exchange(last_wait_, ""), "wait reduce " + name);
         break;
+      case TraceEvent::kAllReduce:
+      case TraceEvent::kAllReduceWait:
+        FAIL() << "these ranks hold no replicas";
       case TraceEvent::kReshard:
         events_.push_back("free " + name);
         break;
@@ -206,7 +209,7 @@ struct TracedRank {
     backend->set_finish_on_wait(true);
   }
   FullyShardOptions options() const {
-    return FullyShardOptions().process_group(GroupOf(backend));
+    return FullyShardOptions().mesh(GroupOf(backend));
   }
   void Observe(const ModuleRef& model) {
     set_trace_observer(model, [this](TraceEvent event, const std::string& fqn) {
@@ -223,11 +226,11 @@ struct TracedModel : TracedRank {
   explicit TracedModel(int count, FullyShardOptions root = {},
                        FullyShardOptions blocks = {})
       : model(log, count) {
-    const auto group = options().process_group();
+    const auto mesh = options().mesh();
     for (auto& block : model->blocks) {
-      handles.push_back(fully_shard(block, blocks.process_group(group)));
+      handles.push_back(fully_shard(block, blocks.mesh(mesh)));
     }
-    handles.push_back(fully_shard(model, root.process_group(group)));
+    handles.push_back(fully_shard(model, root.mesh(mesh)));
     Observe(model);
   }
 

@@ -282,7 +282,7 @@ TEST(LifeTimeTest, TwoModelsOnTwoGroupsInTwoThreads) {
           store, rank.rank, 2,
           ProcessGroupOptions().prefix("model" + std::to_string(which)));
       auto [plain, model] = MakePair([] { return Mlp(); });
-      const auto options = FullyShardOptions().process_group(group);
+      const auto options = FullyShardOptions().mesh(group);
       fully_shard(model->second, options);
       fully_shard(model, options);
       torch::optim::SGD expected(plain->parameters(), 0.01);
@@ -313,8 +313,8 @@ void TrainAndExit(bool destroy_group_first) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   auto group = init_process_group(store, 0, 1);
   model = Mlp();
-  fully_shard(model->second, FullyShardOptions().process_group(group));
-  fully_shard(model, FullyShardOptions().process_group(group));
+  fully_shard(model->second, FullyShardOptions().mesh(group));
+  fully_shard(model, FullyShardOptions().mesh(group));
   optimizer = std::make_unique<torch::optim::AdamW>(model->parameters());
   MlpLoss(model, 0).backward();
   optimizer->step();

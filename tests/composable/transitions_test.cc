@@ -125,8 +125,7 @@ class Runs {
       model.handles.push_back(fully_shard(*layer, rank_.options()));
     }
     auto options = of_root;
-    model.handles.push_back(
-        fully_shard(model.mlp, options.process_group(rank_.group)));
+    model.handles.push_back(fully_shard(model.mlp, options.mesh(rank_.group)));
     return model;
   }
   static void Step(Model& model) {

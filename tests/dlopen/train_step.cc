@@ -67,7 +67,7 @@ struct Step {
 };
 
 Step Sharded(Model model, const ProcessGroupPtr& group) {
-  const auto options = FullyShardOptions().process_group(group);
+  const auto options = FullyShardOptions().mesh(group);
   for (auto& block : *model->blocks) fully_shard(block, options);
   fully_shard(model, options);
   torch::optim::SGD optimizer(model->parameters(), kLearningRate);

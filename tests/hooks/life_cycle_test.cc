@@ -185,7 +185,7 @@ TEST(TrainingStatesTest, OneIteration) {
   EXPECT_EQ(context->training_state, TrainingState::kIdle);
   EXPECT_TRUE(AllSharded(*net));
   EXPECT_EQ(context->pool.committed_bytes(), 0u);
-  EXPECT_EQ(context->reducing, nullptr);
+  EXPECT_TRUE(context->reducing.empty());
   EXPECT_TRUE(context->resident.empty());
 }
 
@@ -236,13 +236,13 @@ TEST(ErrorsTest, BackwardThatThrowsLeavesATreeThatWorks) {
     net->at(0)(at::ones({1, 4}));  // the next forward cleans up
     const auto context = StateOf(net).context;
     EXPECT_EQ(context->training_state, TrainingState::kForward);
-    EXPECT_EQ(context->reducing, nullptr);
+    EXPECT_TRUE(context->reducing.empty());
     EXPECT_EQ(context->resident.size(), 2u);  // and the one gathered ahead
     ExpectSame(iterate(), expected);
     EXPECT_TRUE(AllSharded(*net));
     EXPECT_EQ(fsdp_stats(net).gathers_in_flight, 0);
     EXPECT_EQ(fsdp_stats(net).unsharded_param_bytes, 0);
-    EXPECT_EQ(StateOf(net).context->reducing, nullptr);
+    EXPECT_TRUE(StateOf(net).context->reducing.empty());
   }
 }
 

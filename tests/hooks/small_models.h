@@ -44,13 +44,13 @@ struct SmallRank {
     backend->set_finish_on_wait(true);
   }
   FullyShardOptions options() const {
-    return FullyShardOptions().process_group(GroupOf(backend));
+    return FullyShardOptions().mesh(GroupOf(backend));
   }
   // Each layer is a group; the net itself owns none.
   std::shared_ptr<Net> Shard(int layers, FullyShardOptions root = {}) const {
     auto net = std::make_shared<Net>(layers);
     for (auto& layer : net->layers) fully_shard(layer, options());
-    fully_shard(net, root.process_group(options().process_group()));
+    fully_shard(net, root.mesh(options().mesh()));
     return net;
   }
 

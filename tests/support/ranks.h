@@ -29,9 +29,7 @@ struct RankContext {
   ProcessGroupPtr group;
 
   // Options that shard over the ranks of this test.
-  FullyShardOptions options() const {
-    return FullyShardOptions().process_group(group);
-  }
+  FullyShardOptions options() const { return FullyShardOptions().mesh(group); }
 
   // Runs `make` with the global generator seeded, one rank at a time, so that
   // all ranks draw the same numbers.

@@ -1,0 +1,69 @@
+// A c10d backend that counts the collectives that pass through it to another.
+//
+//   auto counted = composable::CountCollectives(rank.group);
+//   fully_shard(model, FullyShardOptions().mesh(counted.group));
+//   counted.counts->reduce_scatters;
+#pragma once
+
+#include <memory>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
+#include <vector>
+
+#include "tests/support/in_process_backend.h"
+
+namespace composable {
+
+struct CollectiveCounts {
+  int all_gathers = 0;
+  int reduce_scatters = 0;
+  int all_reduces = 0;
+};
+
+class CountingBackend final : public c10d::Backend {
+ public:
+  CountingBackend(c10::intrusive_ptr<c10d::Backend> inner,
+                  std::shared_ptr<CollectiveCounts> counts)
+      : Backend(inner->getRank(), inner->getSize()),
+        inner_(std::move(inner)),
+        counts_(std::move(counts)) {}
+  const std::string getBackendName() const override { return "counting"; }
+
+  c10::intrusive_ptr<c10d::Work> _allgather_base(
+      at::Tensor& output, at::Tensor& input,
+      const c10d::AllgatherOptions& options) override {
+    ++counts_->all_gathers;
+    return inner_->_allgather_base(output, input, options);
+  }
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input,
+      const c10d::ReduceScatterOptions& options) override {
+    ++counts_->reduce_scatters;
+    return inner_->_reduce_scatter_base(output, input, options);
+  }
+  c10::intrusive_ptr<c10d::Work> allreduce(
+      std::vector<at::Tensor>& tensors,
+      const c10d::AllreduceOptions& options) override {
+    ++counts_->all_reduces;
+    return inner_->allreduce(tensors, options);
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Backend> inner_;
+  std::shared_ptr<CollectiveCounts> counts_;
+};
+
+struct Counted {
+  ProcessGroupPtr group;
+  std::shared_ptr<CollectiveCounts> counts;
+  ProcessGroupPtr inner;  // kept alive
+};
+
+inline Counted CountCollectives(const ProcessGroupPtr& group) {
+  auto counts = std::make_shared<CollectiveCounts>();
+  return {GroupOf(c10::make_intrusive<CountingBackend>(
+              group->getBackend(c10::kCPU), counts)),
+          counts, group};
+}
+
+}  // namespace composable
