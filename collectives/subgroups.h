@@ -2,7 +2,7 @@
 //
 //   // Ranks 0 and 2 of `group`, on each of them:
 //   auto pair = composable::SubgroupOf(group, {0, 2});
-//   composable::SubgroupOf(group, {0, 2}) == pair;   // true: made once
+//   auto same = composable::SubgroupOf(group, {0, 2});   // == pair: made once
 //
 // Note [One group per rank set]
 // A process group costs connections, threads and buffers, so equal lists of

@@ -1,6 +1,6 @@
 // The one rule of recursion for what a handle sets.
 //
-//   composable::ForEachState(state, recurse, [](FSDPState& state) { ... });
+//   ForEachState(state, recurse, [](FSDPState& state) { ... })
 //
 // With `recurse`, every state of the modules and below, in the order of
 // Module::modules(); else the state alone.

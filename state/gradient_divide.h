@@ -2,7 +2,7 @@
 //
 //   const auto divide = composable::GradientDivide::For(
 //       at::kFloat, /*ranks=*/4, /*factor=*/std::nullopt, /*force_sum=*/false);
-//   divide.reduction;   // 4: a mean
+//   std::cout << divide.reduction << "\n";   // 4: a mean
 //
 // Note [Gradient division]
 // Collectives are sums on every backend, and the division is ours. The factor is

@@ -72,7 +72,12 @@ const TrainingState* Next(TrainingState state, TreeEvent event) {
   return cell ? &*cell : nullptr;
 }
 
-const ShardedState* Next(ShardedState state, GroupEvent event) {
+const ShardedState* Next(TrainingState tree, ShardedState state,
+                         GroupEvent event) {
+  if (event == GroupEvent::kReshardPostForward &&
+      tree != TrainingState::kForward) {
+    return nullptr;
+  }
   const auto& cell = kGroup[Index(state)][Index(event)];
   return cell ? &*cell : nullptr;
 }
@@ -88,10 +93,7 @@ void Transition(TrainingState* state, TreeEvent event) {
 
 void CheckGroupTransition(TrainingState tree, ShardedState state,
                           GroupEvent event) {
-  const bool legal = Next(state, event) != nullptr &&
-                     (event != GroupEvent::kReshardPostForward ||
-                      tree == TrainingState::kForward);
-  TORCH_INTERNAL_ASSERT(legal,
+  TORCH_INTERNAL_ASSERT(Next(tree, state, event) != nullptr,
                         "illegal transition of a group: ", ToString(event),
                         " in state ", ToString(state), " of a tree in state ",
                         ToString(tree));

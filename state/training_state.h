@@ -87,7 +87,8 @@ const char* ToString(GroupEvent event);
 
 // What `event` leads to, or null where it is illegal.
 const TrainingState* Next(TrainingState state, TreeEvent event);
-const ShardedState* Next(ShardedState state, GroupEvent event);
+const ShardedState* Next(TrainingState tree, ShardedState state,
+                         GroupEvent event);
 
 // Makes the change.
 void Transition(TrainingState* state, TreeEvent event);

@@ -211,7 +211,8 @@ TEST(HeaderExamples, GradientReduction) {
   reduction.Pack(std::move(gradients), pool);  // frees each as it goes
   reduction.Issue();                           // reduce-scatter, at once
   // ... other work ...
-  reduction.Finish(pool);  // S.grad() is set
+  reduction.Advance(pool);  // the payload's memory is free
+  reduction.Finish(pool);   // S.grad() is set
   // example-end
   EXPECT_TRUE(
       torch::equal(group.params()[0].sharded.grad(), torch::ones({2, 2})));

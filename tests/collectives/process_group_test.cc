@@ -215,7 +215,7 @@ TEST(DefaultProcessGroupTest, WithoutOne) {
   EXPECT_EQ(ErrorOf<c10::ValueError>([] { default_process_group(); }),
             "There is no default process group. Call "
             "composable::init_process_group() first, or pass one with "
-            "FullyShardOptions().process_group(...).");
+            "FullyShardOptions().mesh(...).");
   EXPECT_EQ(rank(), 0);
   EXPECT_EQ(world_size(), 1);
   destroy_process_group();  // does nothing

@@ -24,13 +24,15 @@ constexpr auto kTraining = {TrainingState::kIdle, TrainingState::kForward,
                             TrainingState::kPreBackward,
                             TrainingState::kPostBackward};
 constexpr auto kSharding = {ShardedState::kSharded, ShardedState::kUnsharding,
-                            ShardedState::kUnsharded};
+                            ShardedState::kUnsharded,
+                            ShardedState::kShardedPostForward};
 constexpr auto kTree = {TreeEvent::kBeginForward,  TreeEvent::kEndForward,
                         TreeEvent::kBeginBackward, TreeEvent::kBeginReduce,
                         TreeEvent::kEndReduce,     TreeEvent::kEndPass,
                         TreeEvent::kAbort};
 constexpr auto kGroup = {GroupEvent::kIssueUnshard, GroupEvent::kFinishUnshard,
-                         GroupEvent::kFailUnshard, GroupEvent::kReshard};
+                         GroupEvent::kFailUnshard, GroupEvent::kReshard,
+                         GroupEvent::kReshardPostForward};
 
 template <typename Enum>
 size_t Index(Enum value) {
@@ -64,7 +66,7 @@ TEST(TransitionTest, EveryCellOfAGroupIsCheckedOrNamesItself) {
   for (const auto tree : kTraining) {
     for (const auto state : kSharding) {
       for (const auto event : kGroup) {
-        if (Next(state, event) != nullptr) {
+        if (Next(tree, state, event) != nullptr) {
           ++legal;
           CheckGroupTransition(tree, state, event);
           continue;
@@ -77,7 +79,7 @@ TEST(TransitionTest, EveryCellOfAGroupIsCheckedOrNamesItself) {
       }
     }
   }
-  EXPECT_EQ(legal, 4 * 5);
+  EXPECT_EQ(legal, 4 * 7 + 1);
 }
 
 // --- Runs that take every legal cell -----------------------------------------
@@ -95,7 +97,7 @@ Cells Taken() {
     }
     for (const auto state : kSharding) {
       for (const auto event : kGroup) {
-        if (Next(state, event) == nullptr) continue;
+        if (Next(tree, state, event) == nullptr) continue;
         cells[std::string(ToString(event)) + " of a group in " +
               ToString(state) + " of a tree in " + ToString(tree)] =
             counts.group[Index(tree)][Index(state)][Index(event)];
@@ -218,6 +220,56 @@ class Runs {
     Step(frees_late);
   }
 
+  // What can become of a part that was kept after forward, in each state.
+  static void PartsAfterForward() {
+    RunRanks(4, [](RankContext& rank) {
+      const auto make = [&] {
+        Model model;
+        model.mlp = RankContext::Seeded(1, [] { return Mlp(); });
+        const auto options =
+            rank.options().reshard_after_forward(2).limit_all_gathers(1);
+        for (auto* layer :
+             {&model.mlp->first, &model.mlp->second, &model.mlp->third}) {
+          model.handles.push_back(fully_shard(*layer, options));
+        }
+        model.handles.push_back(fully_shard(model.mlp, options));
+        return model;
+      };
+      const Tensor x = Input(0, {4, 5});
+      Model idle = make();
+      for (const bool gather : {true, false}) {
+        {
+          const torch::NoGradGuard no_grad;
+          call(idle.mlp, x);
+        }
+        if (gather) idle.handles[0].unshard();
+        for (auto& handle : idle.handles) handle.reshard();
+      }
+      Model again = make();
+      again.mlp(x);
+      again.mlp(x);
+      again.handles[0].reshard();
+      again.mlp(x).sum().backward();
+      // A backward that needs the last layer only.
+      Model partial = make();
+      const Tensor middle =
+          partial.mlp->second(torch::tanh(partial.mlp->first(x))).detach();
+      partial.mlp->third(torch::tanh(middle)).sum().backward();
+      // In a hook of a shard, while a group is reduced.
+      for (const bool gather : {true, false}) {
+        Model model = make();
+        model.mlp->named_parameters()["third.bias"].register_hook(
+            [&](const Tensor& gradient) {
+              const torch::NoGradGuard no_grad;
+              if (gather) (void)model.mlp->first->weight.norm();
+              if (!gather) model.handles[0].reshard();
+              return gradient;
+            });
+        Step(model);
+      }
+    });
+  }
+
   // Every collective of an iteration fails once, and those of a hook.
   void Failures(bool with_hook) {
     size_t failures = 0;
@@ -259,10 +311,11 @@ TEST(TransitionTest, EveryLegalCellIsTaken) {
   runs.EvaluationThroughABoundary();
   runs.ShardingAParentOfAUsedChild();
   runs.InHooks();
+  Runs::PartsAfterForward();
   runs.Failures(/*with_hook=*/false);
   runs.Failures(/*with_hook=*/true);
   const Cells after = Taken();
-  EXPECT_EQ(after.size(), 31u);
+  EXPECT_EQ(after.size(), 40u);
   for (const auto& [cell, count] : after) {
     EXPECT_GT(count, before.at(cell)) << "never taken: " << cell;
   }

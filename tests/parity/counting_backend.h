@@ -2,7 +2,8 @@
 //
 //   auto counted = composable::CountCollectives(rank.group);
 //   fully_shard(model, FullyShardOptions().mesh(counted.group));
-//   counted.counts->reduce_scatters;
+//   model(x).sum().backward();
+//   EXPECT_EQ(counted.counts->reduce_scatters, 1);
 #pragma once
 
 #include <memory>

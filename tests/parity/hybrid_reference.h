@@ -1,9 +1,9 @@
 // The unsharded model that hybrid sharding over a grid of ranks is compared
 // with.
 //
-//   const auto mesh = composable::Grid(rank, 2, 2);
-//   composable::HybridBackward(*plain, 2, 2, [&](int r) {
-//     Loss(plain, r).backward();
+//   fully_shard(sharded, On(composable::Grid(rank, 2, 2)));
+//   composable::HybridBackward(*plain, 2, 2, [&, &plain = plain](int r) {
+//     MlpLoss(plain, r).backward();
 //   });
 #pragma once
 

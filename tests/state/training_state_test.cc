@@ -18,6 +18,8 @@ TEST(TrainingStateTest, EveryValueHasItsOwnName) {
   EXPECT_STREQ(ToString(ShardedState::kSharded), "sharded");
   EXPECT_STREQ(ToString(ShardedState::kUnsharding), "unsharding");
   EXPECT_STREQ(ToString(ShardedState::kUnsharded), "unsharded");
+  EXPECT_STREQ(ToString(ShardedState::kShardedPostForward),
+               "sharded post-forward");
   std::set<std::string> events;
   for (size_t i = 0; i < kTreeEvents; ++i) {
     events.insert(ToString(static_cast<TreeEvent>(i)));
@@ -32,11 +34,13 @@ TEST(TraceTest, EveryEventHasItsOwnName) {
   std::set<std::string> names;
   for (const auto event :
        {TraceEvent::kUnshard, TraceEvent::kUnshardWait, TraceEvent::kReshard,
-        TraceEvent::kReduce, TraceEvent::kReduceWait}) {
+        TraceEvent::kReduce, TraceEvent::kReduceWait, TraceEvent::kAllReduce,
+        TraceEvent::kAllReduceWait}) {
     names.insert(ToString(event));
   }
   EXPECT_EQ(names, std::set<std::string>({"unshard", "unshard_wait", "reshard",
-                                          "reduce", "reduce_wait"}));
+                                          "reduce", "reduce_wait", "all_reduce",
+                                          "all_reduce_wait"}));
 }
 
 }  // namespace

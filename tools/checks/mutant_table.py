@@ -29,6 +29,7 @@ BOUNDARY = "//tests/composable:boundary_test"
 INTERFACE = "//tests/composable:interface_test"
 SEMANTICS = "//tests/composable:semantics_test"
 ROBUSTNESS = "//tests/composable:robustness_test"
+MESH = "//tests/parity:mesh_parity_test"
 
 MUTANTS = [
     Mutant("row-boundary-off-by-one", "state/shard_layout.cc",
@@ -43,8 +44,8 @@ MUTANTS = [
            "ShardLayoutTest.ShardIsAlignedTo128BytesWhereCheap",
            "Shards are padded to the small unit only."),
 
-    Mutant("divide-skipped", "state/gradient_reduction.cc",
-           "shard.div_(world_size);",
+    Mutant("divide-skipped", "state/reduction_chain.cc",
+           "shard.div_(link.divide.reduction);",
            "shard.div_(1);",
            STATE, "gradient_reduction_test.cc", "GradientReductionTest.MeanOverTheRanks",
            "Gradients are the sum over the ranks."),
@@ -102,7 +103,7 @@ MUTANTS = [
            "The left group that is needed first makes room."),
 
     Mutant("wait-lost", "collectives/communicator.cc",
-           "      WaitForWork();\n",
+           "if (work_ != nullptr) WaitForWork();",
            "",
            COLLECTIVES, "communicator_test.cc",
            "CommunicatorRulesTest.EachWaitThrowsWhatTheCollectiveFailedWith",
@@ -179,4 +180,28 @@ MUTANTS = [
            ROBUSTNESS, "transactions_test.cc",
            "TransactionTest.ATiedEntryIsTheWholeAgain",
            "A fully_shard that throws leaves tied entries replaced."),
+
+    Mutant("partial-lost", "state/reduction_chain.cc",
+           "link.output.add_(link.partial);",
+           "",
+           MESH, "hsdp_test.cc",
+           "HybridPartialTest.OfOtherParametersThanTheLastBackward",
+           "What was reduced without the replicas is forgotten."),
+    Mutant("replicas-left-apart", "state/reduction_chain.cc",
+           "if (replicate->size() == 1) continue;",
+           "if (replicate->size() >= 1) continue;",
+           MESH, "hsdp_test.cc", "HybridTest.OneGroupIsOneReductionOfEachKind",
+           "Each replica keeps its own gradients."),
+    Mutant("stale-part-used", "state/fsdp_param_group.cc",
+           "sharded_state_ == ShardedState::kShardedPostForward && !dirty_;",
+           "sharded_state_ == ShardedState::kShardedPostForward;",
+           MESH, "reduction_settings_test.cc",
+           "PostForwardTest.AWriteMakesThePartStale",
+           "What was kept after a forward is used after its shards were written."),
+    Mutant("subgroups-not-shared", "collectives/subgroups.cc",
+           "if (auto known = Groups().Find(parent, key)) return known;",
+           "",
+           COLLECTIVES, "device_mesh_test.cc",
+           "DeviceMeshTest.EqualRankSetsShareAGroupForAsLongAsItIsHeld",
+           "Every mesh makes process groups of its own."),
 ]
