@@ -264,7 +264,7 @@ Weights TrainUnsharded(const Program& program) {
 Weights TrainSharded(const Program& program, RankContext& rank) {
   const SharedNode model = MakeModel(program);
   FullyShardOptions options = program.options;
-  options.process_group(rank.group);
+  options.mesh(rank.group);
   ShardAll(program, model, options);
   if (program.root.keep) options.reshard_after_forward(false);
   FSDPModule handle = fully_shard(model, options);
