@@ -103,6 +103,7 @@ void FSDPParamGroup::MakeShard(FSDPParam& param, const Segment& segment) {
   const at::Tensor whole = param.unsharded();
   param.CopyRowsFrom(whole.detach(), segment.flat_shard);
   param.sharded = param.RowsIn(segment.flat_shard);
+  internal::WatchGradient(param.sharded, param.gradient_watch);
   param.sharded.set_requires_grad(whole.requires_grad());
   if (whole.grad().defined()) {
     at::Tensor rows = param.RowsOf(whole.grad().to_dense());
@@ -221,7 +222,7 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
   TORCH_INTERNAL_ASSERT(is_sharded());
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
-  buffer_ = pool.Acquire(unsharded_bytes_);
+  if (buffer_ == nullptr) buffer_ = pool.Acquire(unsharded_bytes_);
   sharded_state_ = ShardedState::kUnsharding;
   dirty_ = false;
   try {
@@ -282,8 +283,13 @@ void FSDPParamGroup::Reshard(BufferPool& pool) {
       internal::DropData(*storage);
     }
   }
-  pool.Release(std::exchange(buffer_, nullptr));
   sharded_state_ = ShardedState::kSharded;
+  if (!keep_buffer_) ReleaseKeptBuffer(pool);
+}
+
+void FSDPParamGroup::ReleaseKeptBuffer(BufferPool& pool) {
+  if (!is_sharded() || buffer_ == nullptr) return;
+  pool.Release(std::exchange(buffer_, nullptr));
 }
 
 void FSDPParamGroup::MarkDirty(int param) {

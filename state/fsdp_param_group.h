@@ -85,6 +85,10 @@ class FSDPParamGroup {
   void WaitUnshard(BufferPool& pool);
   // Any -> kSharded; waits for a gather in flight.
   void Reshard(BufferPool& pool);
+  // With true, gathers use one buffer from now on, which Reshard keeps.
+  void set_keep_buffer(bool keep) { keep_buffer_ = keep; }
+  // Gives a buffer back that was kept, if it holds no whole parameters now.
+  void ReleaseKeptBuffer(BufferPool& pool);
 
   ShardedState sharded_state() const { return sharded_state_; }
   bool is_sharded() const { return sharded_state_ == ShardedState::kSharded; }
@@ -160,7 +164,8 @@ class FSDPParamGroup {
   bool dirty_ = false;  // a shard changed since the last gather was issued
   uint64_t writes_ = 0;
   bool warned_of_alias_ = false;
-  BufferPool::Buffer* buffer_ = nullptr;       // while not kSharded
+  bool keep_buffer_ = false;
+  BufferPool::Buffer* buffer_ = nullptr;       // while not kSharded, or kept
   std::vector<PendingCollectivePtr> gathers_;  // while kUnsharding
 };
 
