@@ -73,7 +73,8 @@ std::vector<at::Tensor> PostBackward(const std::shared_ptr<FSDPState>& state,
   const Wanted wanted = DropUnwanted(*state->group(), gradients);
   Transition(&context->training_state, TreeEvent::kBeginReduce);
   FinishReduction(*context);
-  if (!state->reshard_after_backward) {
+  if (!state->reshard_after_backward &&
+      state->group()->sharded_state() == ShardedState::kUnsharded) {
     state->held = true;
   } else if (MayBeReadAgain(*state->group())) {
     state->left = true;
