@@ -468,8 +468,7 @@ TEST(HeaderExamples, Contract) {
   // example-end
 }
 
-[[maybe_unused]] void GradientSyncGuard(examples::GPT& model,
-                                        const at::Tensor& first,
+[[maybe_unused]] void GradientSyncGuard(GPT& model, const at::Tensor& first,
                                         const at::Tensor& second) {
   // example-begin composable/gradient_sync_guard.h
   {
@@ -481,7 +480,7 @@ TEST(HeaderExamples, Contract) {
 }
 
 [[maybe_unused]] void FinalizeBackward(
-    composable::FSDPModule handle, examples::GPT& model,
+    composable::FSDPModule handle, GPT& model,
     const std::vector<at::Tensor>& microbatches) {
   // example-begin hooks/finalize_backward.h
   handle.set_manual_backward_finalization(true);
