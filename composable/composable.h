@@ -23,6 +23,7 @@
 #include "composable/clip_grad_norm.h"
 #include "composable/contract.h"
 #include "composable/fully_shard.h"
+#include "composable/gradient_sync_guard.h"
 #include "composable/rebind.h"
 #include "composable/state_dict.h"
 #include "composable/stats.h"

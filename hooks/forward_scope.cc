@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include "hooks/alone.h"
+#include "hooks/finalize_backward.h"
 #include "hooks/pre_backward.h"
 #include "hooks/pre_forward.h"
 #include "hooks/root_post_backward.h"
@@ -79,6 +80,9 @@ void ForwardScope::Open() {
     context_->has_boundary = true;
     starts_evaluation_ = context_->training_state == TrainingState::kIdle &&
                          !c10::GradMode::is_enabled();
+  }
+  if (context_->training_state == TrainingState::kIdle) {
+    CheckMayBeginForward(*context_);  // which is no reason to drop gradients
   }
   try {
     RootPreForward(*context_);

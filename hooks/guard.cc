@@ -16,6 +16,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/container/inlined_vector.h"
 #include "hooks/alone.h"
+#include "hooks/finalize_backward.h"
 #include "hooks/forward_scope.h"
 #include "hooks/pre_backward.h"
 #include "hooks/pre_forward.h"
@@ -204,6 +205,7 @@ class Touches {
         "it with composable::load_full_state_dict. To fill the rows anyway, "
         "hold a composable::AllowShardMath.");
     const auto lock = state.LockTree();
+    if (lock.owns_lock()) CheckMayWriteShards(state, Name());
     state.group()->MarkDirty(param);
   }
 

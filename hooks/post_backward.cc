@@ -73,7 +73,10 @@ std::vector<at::Tensor> PostBackward(const std::shared_ptr<FSDPState>& state,
   const Wanted wanted = DropUnwanted(*state->group(), gradients);
   Transition(&context->training_state, TreeEvent::kBeginReduce);
   MakeRoomForReduction(*context, *state);
-  if (MayBeReadAgain(*state->group())) {
+  if (!state->reshard_after_backward &&
+      state->group()->sharded_state() == ShardedState::kUnsharded) {
+    state->held = true;
+  } else if (MayBeReadAgain(*state->group())) {
     state->left = true;
   } else {
     Reshard(*context, *state);
@@ -87,7 +90,8 @@ std::vector<at::Tensor> PostBackward(const std::shared_ptr<FSDPState>& state,
   } else {
     state->reduction()->Keep(context->pool);
   }
-  if (context->options.backward_prefetch() == BackwardPrefetch::kBackwardPost) {
+  if (context->options.backward_prefetch() == BackwardPrefetch::kBackwardPost &&
+      state->backward_prefetch.empty()) {
     FSDPState* done = state.get();
     Prefetch(*context, {&done, 1}, context->backward_order);
   }

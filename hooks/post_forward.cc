@@ -1,6 +1,7 @@
 #include "hooks/post_forward.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace composable {
 
@@ -32,14 +33,17 @@ bool IsCurrent(const FSDPStateContext& context, FSDPStates needed,
   return true;
 }
 
-void SetCurrent(FSDPStateContext& context, FSDPStates needed, bool grad_mode) {
+bool SetCurrent(FSDPStateContext& context, FSDPStates needed, bool grad_mode) {
+  bool held = false;
   context.current.assign(needed.begin(), needed.end());
   context.current_grad_mode = grad_mode;
   for (FSDPState* state : needed) {
     state->left = false;
     state->prefetched = false;
     state->last_touch = ++context.touches;
+    held |= std::exchange(state->held, false);
   }
+  return held;
 }
 
 }  // namespace composable

@@ -23,6 +23,8 @@ void PostForward(FSDPStateContext& context, FSDPStates needed);
 // fresh, so that nothing is to be done.
 bool IsCurrent(const FSDPStateContext& context, FSDPStates needed,
                bool grad_mode);
-void SetCurrent(FSDPStateContext& context, FSDPStates needed, bool grad_mode);
+// True if one of `needed` was held by an earlier backward, and now counts
+// against the slots.
+bool SetCurrent(FSDPStateContext& context, FSDPStates needed, bool grad_mode);
 
 }  // namespace composable

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <utility>
 
+#include "hooks/finalize_backward.h"
 #include "hooks/post_forward.h"
 #include "hooks/root_post_backward.h"
 
@@ -41,13 +42,16 @@ struct RunningBackward {
 void EnterBackward(const std::shared_ptr<FSDPStateContext>& context) {
   if (context->training_state == TrainingState::kIdle ||
       context->training_state == TrainingState::kForward) {
+    CheckNoOpenFinalization(*context, "A backward");
     Transition(&context->training_state, TreeEvent::kBeginBackward);
     context->current.clear();
     context->forward_order.Commit();
     if (context->seed_backward_order) {
       context->backward_order.SeedWithReverseOf(context->forward_order);
     }
-    context->backward_order.Begin();
+    if (!std::exchange(context->iteration_open, true)) {
+      context->backward_order.Begin();
+    }
     for (FSDPState* state : context->resident) {
       // Gathered ahead in forward, and not read there.
       if (std::exchange(state->prefetched, false)) state->left = true;
@@ -79,11 +83,14 @@ void PreBackward(const std::shared_ptr<FSDPStateContext>& context,
     order.Advance(state->id);
   }
   IssueUnshard(*context, needed, order);
-  if (context->options.backward_prefetch() == BackwardPrefetch::kBackwardPre) {
+  if (!PrefetchListed(*context, needed, order) &&
+      context->options.backward_prefetch() == BackwardPrefetch::kBackwardPre) {
     Prefetch(*context, needed, order);
   }
   WaitUnshard(*context, needed);
-  SetCurrent(*context, needed, recompute);
+  if (SetCurrent(*context, needed, recompute)) {
+    FreeOverLimit(*context, needed, order);
+  }
   abort.Cancel();
 }
 

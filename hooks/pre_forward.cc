@@ -22,9 +22,14 @@ void PreForward(FSDPStateContext& context, FSDPStates needed) {
     order.Advance(state->id);
   }
   IssueUnshard(context, needed, order);
-  if (context.options.forward_prefetch()) Prefetch(context, needed, order);
+  if (!PrefetchListed(context, needed, order) &&
+      context.options.forward_prefetch()) {
+    Prefetch(context, needed, order);
+  }
   WaitUnshard(context, needed);
-  SetCurrent(context, needed, training);
+  if (SetCurrent(context, needed, training)) {
+    FreeOverLimit(context, needed, order);
+  }
   abort.Cancel();
 }
 

@@ -95,10 +95,25 @@ void FinishReductions(FSDPStateContext& context) {
 
 void IssueReduction(FSDPStateContext& context, FSDPState& state) {
   context.reducing.push_back(&state);
+  context.has_reduced = true;
   const size_t bytes = state.reduction()->Issue();
   ++context.stats.num_reductions;
   context.stats.reduced_bytes += static_cast<int64_t>(bytes);
   context.Trace(TraceEvent::kReduce, state);
+}
+
+void ReducePending(FSDPStateContext& context,
+                   absl::Span<FSDPState* const> states) {
+  for (FSDPState* state : states) {
+    if (state == nullptr || state->group() == nullptr ||
+        !state->reduction()->has_pending()) {
+      continue;
+    }
+    MakeRoomForReduction(context, *state);
+    state->reduction()->Pack(
+        std::vector<at::Tensor>(state->group()->params().size()), context.pool);
+    IssueReduction(context, *state);
+  }
 }
 
 std::vector<at::Tensor> ReduceNow(FSDPStateContext& context, FSDPState& state) {

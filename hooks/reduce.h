@@ -16,6 +16,7 @@
 
 #include <vector>
 
+#include "absl/types/span.h"
 #include "state/fsdp_state.h"
 
 namespace composable {
@@ -34,6 +35,10 @@ bool IsFinishingReduction(const FSDPStateContext& context);
 // Issues the reduction of what `state` has packed.
 void IssueReduction(FSDPStateContext& context, FSDPState& state);
 
+// Reduces what the groups of `states` have pending, one after the other; the
+// last one stays in flight.
+void ReducePending(FSDPStateContext& context,
+                   absl::Span<FSDPState* const> states);
 // Reduces what `state` has packed and returns the rows of each parameter,
 // instead of adding them to the shards' gradients.
 std::vector<at::Tensor> ReduceNow(FSDPStateContext& context, FSDPState& state);

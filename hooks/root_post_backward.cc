@@ -1,5 +1,6 @@
 #include "hooks/root_post_backward.h"
 
+#include <algorithm>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -10,35 +11,75 @@
 namespace composable {
 namespace {
 
-void ReshardAll(FSDPStateContext& context) {
+void Free(FSDPStateContext& context, bool all) {
   for (FSDPState* state : context.states) {
     if (state == nullptr || state->group() == nullptr) continue;
     state->pinned = false;
+    if (!all && !state->reshard_after_backward &&
+        state->group()->sharded_state() == ShardedState::kUnsharded) {
+      state->held = true;
+      continue;
+    }
     Reshard(context, *state);
   }
   context.pool.Purge();
-  context.current.clear();
-  context.running_backward.reset();
+}
+
+bool HasPending(const FSDPStateContext& context) {
+  return std::any_of(context.states.begin(), context.states.end(),
+                     [](const FSDPState* state) {
+                       return state != nullptr && state->group() != nullptr &&
+                              state->reduction()->keeps_any();
+                     });
 }
 
 }  // namespace
 
-void RootPostBackward(FSDPStateContext& context) {
-  AbortOnError abort(context);
-  FinishReductions(context);
+void ReduceSynced(FSDPStateContext& context) {
+  std::vector<FSDPState*> synced;
   for (FSDPState* state : context.states) {
-    if (state == nullptr || state->group() == nullptr ||
-        !state->requires_gradient_sync || !state->reduction()->has_pending()) {
-      continue;
+    if (state != nullptr && state->requires_gradient_sync) {
+      synced.push_back(state);
     }
-    state->reduction()->Pack(
-        std::vector<at::Tensor>(state->group()->params().size()), context.pool);
-    IssueReduction(context, *state);
-    FinishReductions(context);
   }
+  ReducePending(context, synced);
+}
+
+void EndIteration(FSDPStateContext& context) {
+  FinishReductions(context);
   context.backward_order.Commit();
   context.seed_backward_order = true;
-  ReshardAll(context);
+  context.iteration_open = false;
+  context.unfinalized = false;
+  context.has_reduced = false;
+  Free(context, /*all=*/false);
+  context.current.clear();
+}
+
+void RootPostBackward(FSDPStateContext& context) {
+  AbortOnError abort(context);
+  if (context.manual_finalization) {
+    context.unfinalized = true;
+  } else {
+    if (context.is_last_backward) {
+      FinishReductions(context);
+      ReduceSynced(context);
+    }
+    FinishReductions(context);
+  }
+  if (context.manual_finalization || !context.is_last_backward) {
+    for (FSDPState* state : context.resident) {
+      state->held |=
+          !state->reshard_after_backward &&
+          state->group()->sharded_state() == ShardedState::kUnsharded;
+      state->left = !state->pinned && !state->held;
+      state->prefetched = false;
+    }
+    context.current.clear();
+  } else {
+    EndIteration(context);
+  }
+  context.running_backward.reset();
   Transition(&context.training_state, TreeEvent::kEndPass);
   abort.Cancel();
 }
@@ -50,7 +91,17 @@ void AbortPass(FSDPStateContext& context) noexcept {
     state->reduction()->Abandon(context.pool);
   }
   context.reducing.clear();
-  ReshardAll(context);
+  Free(context, /*all=*/true);
+  context.current.clear();
+  context.running_backward.reset();
+  context.iteration_open = false;
+  context.has_reduced = false;
+  // Microbatches before the one that failed may still be finalized.
+  context.unfinalized = context.manual_finalization && HasPending(context);
+  if (const auto finalization = context.finalization.lock()) {
+    finalization->dropped = !finalization->done;
+  }
+  context.finalization.reset();
   Transition(&context.training_state, TreeEvent::kAbort);
   context.observer = std::move(muted);
 }

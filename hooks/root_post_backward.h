@@ -8,11 +8,19 @@
 namespace composable {
 
 // Runs as the engine's callback: waits for the last reduction, reduces what was
-// kept without sync and belongs to groups that this backward did not reach,
-// frees all whole parameters, including those gathered in vain, and gives the
-// buffers' memory back. Gradients of all shards are set on return. The context's
-// mutex must be held.
+// kept without sync and belongs to groups that this backward did not reach, and
+// ends the iteration. Gradients of all shards are set on return. After a backward
+// that is not the last one, what is kept stays, and whole parameters that the
+// backward did not free stay until others need their memory. With manual
+// finalization the last reduction is not waited for either. The context's mutex
+// must be held.
 void RootPostBackward(FSDPStateContext& context);
+// Issues the reductions of what groups with gradient sync have kept; the last
+// one stays in flight.
+void ReduceSynced(FSDPStateContext& context);
+// Waits for the last reduction, frees all whole parameters that are not to stay,
+// including those gathered in vain, and gives the buffers' memory back.
+void EndIteration(FSDPStateContext& context);
 
 // The same after an exception, in forward or backward: waits for what is in
 // flight, drops it, and leaves the tree idle and sharded. The context's mutex

@@ -10,6 +10,7 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "hooks/alone.h"
+#include "hooks/finalize_backward.h"
 #include "hooks/root_post_backward.h"
 
 namespace composable {
@@ -74,20 +75,19 @@ class TreeBuilder {
 
 void Configure(FSDPStateContext& context, FSDPState& root) {
   context.options = root.options();
-  size_t slot_bytes = 0;
   for (FSDPState* state : context.states) {
     state->reshard_after_forward =
-        state->options().reshard_after_forward().frees().value_or(state !=
-                                                                  &root);
+        state->reshard_after_forward_override.value_or(
+            state->options().reshard_after_forward().frees().value_or(state !=
+                                                                      &root));
+    context.is_last_backward &= state->is_last_backward;
+    context.manual_finalization |= state->manual_finalization;
     if (state->group() == nullptr) continue;
     state->group()->SetNames(state->fqn.empty() ? "(root)" : state->fqn);
     context.stats.sharded_param_bytes +=
         static_cast<int64_t>(state->group()->sharded_bytes());
-    if (state->reshard_after_forward) {
-      slot_bytes = std::max(slot_bytes, state->group()->unsharded_bytes());
-    }
   }
-  context.pool.set_min_capacity(slot_bytes);
+  SetSlotCapacity(context);
   context.UpdateMaxReductionPayloads();
   for (FSDPState* state : context.states) {
     state->has_tree.store(true, std::memory_order_release);
@@ -95,6 +95,17 @@ void Configure(FSDPStateContext& context, FSDPState& root) {
 }
 
 }  // namespace
+
+void SetSlotCapacity(FSDPStateContext& context) {
+  size_t bytes = 0;
+  for (const FSDPState* state : context.states) {
+    if (state == nullptr || state->group() == nullptr) continue;
+    if (state->reshard_after_forward) {
+      bytes = std::max(bytes, state->group()->unsharded_bytes());
+    }
+  }
+  context.pool.set_min_capacity(bytes);
+}
 
 std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state) {
   if (auto tree = state.tree()) return tree;
@@ -149,6 +160,7 @@ void RootPreForward(FSDPStateContext& context) {
     case TrainingState::kIdle:
       break;
   }
+  CheckMayBeginForward(context);
   context.snapshot.Check(context.roots);
   for (FSDPState* state : context.states) {
     if (state == nullptr || state->group() == nullptr) continue;
@@ -171,6 +183,9 @@ void ResetTree(const std::shared_ptr<FSDPStateContext>& context) {
   AbortPass(*context);
   for (FSDPState* state : context->states) {
     if (state == nullptr) continue;
+    if (state->group() != nullptr) {
+      state->group()->ReleaseKeptBuffer(context->pool);
+    }
     state->id = -1;
     state->has_tree.store(false, std::memory_order_release);
     state->context = nullptr;

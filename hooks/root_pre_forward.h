@@ -36,6 +36,10 @@ void SyncGradientEdge(FSDPStateContext& context, FSDPState& state, int param);
 // must be held.
 void RootPreForward(FSDPStateContext& context);
 
+// The pool's buffers hold any group that uses slots. To be called when that
+// changes.
+void SetSlotCapacity(FSDPStateContext& context);
+
 // Makes the next use of the tree find its root again. Throws c10::ValueError if
 // a forward or backward of the tree is running.
 void ResetTree(const std::shared_ptr<FSDPStateContext>& context);

@@ -1,5 +1,7 @@
 #include "hooks/unshard.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 
 #include "absl/container/inlined_vector.h"
@@ -64,6 +66,7 @@ void Issue(FSDPStateContext& context, FSDPState& state) {
   }
   context.AccountIssued(state, before);
   state.left = false;
+  state.listed = false;
   context.Trace(TraceEvent::kUnshard, state);
 }
 
@@ -90,8 +93,15 @@ void IssueUnshard(FSDPStateContext& context, FSDPStates needed,
            SlotsInUse(context) >= context.options.limit_all_gathers() &&
            EvictOne(context, needed, order, /*earliest=*/0)) {
     }
-    WaitForRoomInFlight(context);
+    if (!state->pinned) WaitForRoomInFlight(context);
     Issue(context, *state);
+  }
+}
+
+void FreeOverLimit(FSDPStateContext& context, FSDPStates needed,
+                   const PassOrder& order) {
+  while (SlotsInUse(context) > context.options.limit_all_gathers() &&
+         EvictOne(context, needed, order, /*earliest=*/0)) {
   }
 }
 
@@ -117,6 +127,7 @@ void Reshard(FSDPStateContext& context, FSDPState& state) {
   FSDPParamGroup& group = *state.group();
   state.left = false;
   state.prefetched = false;
+  state.held = false;
   const ShardedState before = group.sharded_state();
   if (before == ShardedState::kSharded) return;
   context.stats.kept_part_bytes -=
@@ -127,10 +138,52 @@ void Reshard(FSDPStateContext& context, FSDPState& state) {
   context.Trace(TraceEvent::kReshard, state);
 }
 
+bool PrefetchListed(FSDPStateContext& context, FSDPStates needed,
+                    const PassOrder& order) {
+  const bool backward = context.training_state != TrainingState::kForward;
+  bool any = false;
+  for (const FSDPState* state : needed) {
+    const auto& list =
+        backward ? state->backward_prefetch : state->forward_prefetch;
+    any |= !list.empty();
+    for (const auto& weak : list) {
+      const auto next = weak.lock();
+      if (next == nullptr || next->group() == nullptr ||
+          Contains(needed, next.get()) ||
+          (backward && !next->unshard_in_backward)) {
+        continue;
+      }
+      TORCH_CHECK_VALUE(
+          next->context.get() == &context, "The ",
+          backward ? "backward" : "forward", " prefetch of '", state->fqn,
+          "' lists '", next->group()->params().front().fqn,
+          "', of another tree of sharded modules: expected modules below the "
+          "same root.");
+      FSDPParamGroup& group = *next->group();
+      if (!group.is_sharded() && group.dirty()) Reshard(context, *next);
+      if (group.is_sharded()) {
+        while (next->uses_slot() &&
+               SlotsInUse(context) >= context.options.limit_all_gathers() &&
+               EvictOne(context, needed, order, /*earliest=*/0)) {
+        }
+        Issue(context, *next);
+      } else if (!next->left) {
+        continue;  // in use
+      }
+      next->left = false;
+      next->prefetched = true;
+      next->listed = true;
+    }
+  }
+  return any;
+}
+
 void Prefetch(FSDPStateContext& context, FSDPStates needed, PassOrder& order) {
+  const bool backward = context.training_state != TrainingState::kForward;
   // What was gathered ahead and is not used in this pass makes room.
   for (FSDPState* s : context.resident) {
-    if (s->prefetched && order.NextUse(s->id) == PassOrder::kNever) {
+    if (s->prefetched && !s->listed &&
+        order.NextUse(s->id) == PassOrder::kNever) {
       s->left = true;
     }
   }
@@ -138,7 +191,8 @@ void Prefetch(FSDPStateContext& context, FSDPStates needed, PassOrder& order) {
   absl::InlinedVector<FSDPState*, 8> seen;
   for (size_t i = order.next_position(); i < order.size(); ++i) {
     FSDPState* next = context.states[order.at(i)];
-    if (next == nullptr || Contains(needed, next) || Contains(seen, next)) {
+    if (next == nullptr || Contains(needed, next) || Contains(seen, next) ||
+        (backward && !next->unshard_in_backward)) {
       continue;
     }
     seen.push_back(next);

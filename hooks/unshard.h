@@ -38,6 +38,18 @@ void WaitUnshard(FSDPStateContext& context, FSDPStates needed);
 // flight.
 void Reshard(FSDPStateContext& context, FSDPState& state);
 
+// Makes left groups give way while more groups use slots than there are: after
+// one that did not count before.
+void FreeOverLimit(FSDPStateContext& context, FSDPStates needed,
+                   const PassOrder& order);
+
+// Issues the gathers of the groups that the user listed for those of `needed`,
+// whatever the limit: left groups make room, and where there are none, memory
+// grows. False if there is no list. Throws c10::ValueError for a group of
+// another tree.
+bool PrefetchListed(FSDPStateContext& context, FSDPStates needed,
+                    const PassOrder& order);
+
 // Issues the gathers of the next groups in `order`, as far as slots allow.
 void Prefetch(FSDPStateContext& context, FSDPStates needed, PassOrder& order);
 

@@ -27,6 +27,7 @@
 
 #include "state/compatibility.h"
 #include "state/shard_layout.h"
+#include "state/tensor_access.h"
 
 namespace torch::nn {
 class Module;
@@ -101,6 +102,10 @@ class FSDPParam {
   };
   std::optional<Filled> filled;
 
+  // Whether somebody cleared or changed S.grad() while gradients are pending.
+  std::shared_ptr<internal::GradientWatch> gradient_watch =
+      std::make_shared<internal::GradientWatch>();
+
   int segment() const { return segment_; }
   int64_t numel() const { return numel_; }
   int64_t offset() const { return placement_.offset; }
@@ -112,6 +117,7 @@ class FSDPParam {
   at::IntArrayRef local_sizes() const { return local_sizes_; }
   c10::ScalarType dtype() const { return dtype_; }
   at::IntArrayRef sizes() const { return sizes_; }
+  at::IntArrayRef strides() const { return strides_; }
 
  private:
   at::Tensor InMemoryOrder(const at::Tensor& whole) const;

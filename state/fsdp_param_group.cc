@@ -106,6 +106,7 @@ void FSDPParamGroup::MakeShard(FSDPParam& param, const Segment& segment) {
   const at::Tensor whole = param.unsharded();
   param.CopyRowsFrom(whole.detach(), segment.flat_shard);
   param.sharded = param.RowsIn(segment.flat_shard);
+  internal::WatchGradient(param.sharded, param.gradient_watch);
   param.sharded.set_requires_grad(whole.requires_grad());
   if (whole.grad().defined()) {
     at::Tensor rows = param.RowsOf(whole.grad().to_dense());
@@ -226,21 +227,21 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
   const at::NoGradGuard no_grad;
   const bool from_part =
       sharded_state_ == ShardedState::kShardedPostForward && !dirty_;
-  const auto custom =
-      communicator_.size() > 1 ? custom_all_gather_ : nullptr;
-  buffer_.Acquire(unsharded_bytes_, pool, custom.get());
+  const auto custom = communicator_.size() > 1 ? custom_all_gather_ : nullptr;
+  if (buffer_.data() == nullptr) {
+    buffer_.Acquire(unsharded_bytes_, pool, custom.get());
+  }
   sharded_state_ = ShardedState::kUnsharding;
   dirty_ = false;
   try {
     for (size_t s = 0; s < segments_.size(); ++s) {
       const Segment& segment = segments_[s];
-      gathers_.push_back(
-          from_part
-              ? post_forward_->Gather(s, WholeBytes(segment), segment.label,
-                                      custom)
-              : communicator_.AllGather(WholeBytes(segment),
-                                        ShardBytes(segment), segment.label,
-                                        custom));
+      gathers_.push_back(from_part
+                             ? post_forward_->Gather(s, WholeBytes(segment),
+                                                     segment.label, custom)
+                             : communicator_.AllGather(WholeBytes(segment),
+                                                       ShardBytes(segment),
+                                                       segment.label, custom));
     }
   } catch (...) {
     Reshard(pool);
@@ -312,7 +313,11 @@ void FSDPParamGroup::FreeWhole(BufferPool& pool) {
       internal::DropData(*storage);
     }
   }
-  buffer_.Release(pool);
+  if (!keep_buffer_) buffer_.Release(pool);
+}
+
+void FSDPParamGroup::ReleaseKeptBuffer(BufferPool& pool) {
+  if (is_sharded()) buffer_.Release(pool);
 }
 
 void FSDPParamGroup::MarkDirty(int param) {

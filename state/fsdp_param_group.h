@@ -98,6 +98,10 @@ class FSDPParamGroup {
   size_t kept_part_bytes() const {
     return post_forward_ ? post_forward_->bytes() : 0;
   }
+  // With true, gathers use one buffer from now on, which Reshard keeps.
+  void set_keep_buffer(bool keep) { keep_buffer_ = keep; }
+  // Gives a buffer back that was kept, if it holds no whole parameters now.
+  void ReleaseKeptBuffer(BufferPool& pool);
 
   ShardedState sharded_state() const { return sharded_state_; }
   // Neither gathered nor about to be.
@@ -194,7 +198,8 @@ class FSDPParamGroup {
   bool dirty_ = false;  // a shard changed since the last gather was issued
   uint64_t writes_ = 0;
   bool warned_of_alias_ = false;
-  GatherBuffer buffer_;                        // while not is_sharded()
+  bool keep_buffer_ = false;
+  GatherBuffer buffer_;  // while not is_sharded(), or kept
   std::vector<PendingCollectivePtr> gathers_;  // while kUnsharding
 };
 

@@ -69,6 +69,7 @@ void FSDPStateContext::Forget(FSDPState* state) {
     group->Reshard(pool);
     AccountFreed(*state, before);
   }
+  group->ReleaseKeptBuffer(pool);
   stats.sharded_param_bytes -= static_cast<int64_t>(group->sharded_bytes());
 }
 

@@ -19,6 +19,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -37,6 +38,12 @@
 namespace composable {
 
 class FSDPState;
+
+// What a handle on a finalization and the tree share.
+struct BackwardFinalization {
+  bool done = false;
+  bool dropped = false;  // by an exception, or reset_iter_state()
+};
 
 class FSDPStateContext {
  public:
@@ -80,6 +87,15 @@ class FSDPStateContext {
   // parameters have just changed follows nothing.
   bool seed_backward_order = true;
   uint64_t touches = 0;  // clock for least recently used
+
+  // See hooks/finalize_backward.h. Backwards since the last one that ended an
+  // iteration count as one pass.
+  bool is_last_backward = true;
+  bool manual_finalization = false;
+  bool iteration_open = false;
+  bool unfinalized = false;  // a backward has ended, and no finalization since
+  bool has_reduced = false;  // in this iteration
+  std::weak_ptr<BackwardFinalization> finalization;  // to be waited for
 
   BufferPool pool;
   // The states whose reductions are in flight, the oldest first.
@@ -138,13 +154,27 @@ class FSDPState final : public ComposableState {
   std::string fqn;                    // of the first module, from the root
   std::vector<int> ancestors;         // ids of the states above
   bool reshard_after_forward = true;  // resolved when the root is known
+  // What set_reshard_after_forward() last said, over the options.
+  std::optional<bool> reshard_after_forward_override;
   bool requires_gradient_sync = true;
   int64_t max_reduction_payloads = 1;  // see the context's
+  bool reshard_after_backward = true;
+  bool unshard_in_backward = true;
+  bool keep_unsharded_storage = false;
+  // Gathered ahead when this group is used, instead of what the order says.
+  std::vector<std::weak_ptr<FSDPState>> forward_prefetch;
+  std::vector<std::weak_ptr<FSDPState>> backward_prefetch;
+  // What the tree is to do, whichever states it will have: the last one counts
+  // that was set on any of them.
+  bool is_last_backward = true;
+  bool manual_finalization = false;
 
   // Left: no operator of this pass is expected to read it next, so another
   // group may take its buffer.
   bool left = false;
   bool prefetched = false;  // gathered ahead and not read since
+  bool listed = false;      // because a list of the user says so
+  bool held = false;        // by a backward that was not to reshard it
   bool pinned = false;      // unshard() was called; stays until reshard()
   uint64_t last_touch = 0;
   int open_scopes = 0;  // forwards of the modules that run through a boundary
@@ -155,7 +185,9 @@ class FSDPState final : public ComposableState {
   bool is_root() const { return id == 0; }
   bool IsAncestorOf(const FSDPState& other) const;
   // Counts against limit_all_gathers.
-  bool uses_slot() const { return reshard_after_forward && !pinned; }
+  bool uses_slot() const {
+    return reshard_after_forward && !pinned && !held && !keep_unsharded_storage;
+  }
 
  private:
   std::vector<std::weak_ptr<torch::nn::Module>> modules_;

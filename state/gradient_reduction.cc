@@ -13,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "state/payload_pieces.h"
 #include "state/shard_gradient.h"
 #include "state/tensor_access.h"
 
@@ -197,9 +198,13 @@ void GradientReduction::Keep(BufferPool& pool) {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   const AbandonAtExit always(*this, pool);
+  DropCleared();
   if (pending_.empty()) {
     pending_.resize(parts_.size());
     pending_has_gradient_.assign(has_gradient_.size(), false);
+    for (const auto& param : group_.params()) {
+      *param.gradient_watch = {.on = true};
+    }
   }
   for (size_t k = 0; k < parts_.size(); ++k) {
     if (!parts_[k].payload.defined()) continue;
@@ -214,7 +219,74 @@ void GradientReduction::Keep(BufferPool& pool) {
   }
 }
 
-size_t GradientReduction::pending_bytes() const {
+bool GradientReduction::has_pending() {
+  DropCleared();
+  return !pending_.empty() ||
+         (chain_.settings.requires_all_reduce && chain_.has_partial());
+}
+
+std::vector<at::Tensor> GradientReduction::Pending() {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  DropCleared();
+  std::vector<at::Tensor> wholes(group_.params().size());
+  if (pending_.empty()) return wholes;
+  for (size_t k = 0; k < parts_.size(); ++k) {
+    if (!pending_[k].defined()) continue;
+    const Part& part = parts_[k];
+    const PayloadShape shape{part.shard_numel, part.chunk_numel};
+    for (const int i : group_.segments()[part.segment].params) {
+      if (!pending_has_gradient_[i]) continue;
+      wholes[i] = WholeOfPayload(group_.params()[i], shape, pending_[k]);
+    }
+  }
+  return wholes;
+}
+
+void GradientReduction::DropCleared() {
+  if (pending_.empty()) return;
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  bool dropped = false;
+  for (size_t k = 0; k < parts_.size(); ++k) {
+    if (!pending_[k].defined()) continue;
+    const Part& part = parts_[k];
+    const PayloadShape shape{part.shard_numel, part.chunk_numel};
+    const auto& indices = group_.segments()[part.segment].params;
+    for (size_t p = 0; p < indices.size(); ++p) {
+      const int i = indices[p];
+      const FSDPParam& param = group_.params()[i];
+      const internal::GradientWatch watch = std::exchange(
+          *param.gradient_watch, internal::GradientWatch{.on = true});
+      const at::Tensor& gradient = internal::GradientOf(param.sharded);
+      const bool same = gradient.defined() &&
+                        gradient.is_same(watch.gradient) &&
+                        gradient._version() == watch.version;
+      if (!watch.touched || same) continue;
+      TORCH_CHECK_VALUE(
+          !gradient.defined() || !HasValues(gradient), "The gradient of '",
+          param.fqn,
+          "' was changed while gradients of its group are pending: the change "
+          "does not reach those. Change gradients after a backward with "
+          "gradient sync, or call synchronize_gradients() before; to drop them "
+          "all, call zero_grad().");
+      ZeroInPayload(param, shape, pending_[k]);
+      pending_[k]
+          .view({-1, part.chunk_numel})
+          .select(1, part.shard_numel + static_cast<int64_t>(p))
+          .zero_();  // its flag
+      pending_has_gradient_[i] = false;
+      dropped = true;
+    }
+  }
+  const auto& left = pending_has_gradient_;
+  if (dropped && std::find(left.begin(), left.end(), true) == left.end()) {
+    ClearPending();
+  }
+}
+
+size_t GradientReduction::pending_bytes() {
+  DropCleared();
   size_t bytes = chain_.partial_bytes();
   for (const auto& tensor : pending_) {
     if (tensor.defined()) bytes += tensor.nbytes();
@@ -230,6 +302,7 @@ void GradientReduction::ClearPending() {
 void GradientReduction::ClearKept() {
   pending_.clear();
   pending_has_gradient_.clear();
+  for (const auto& param : group_.params()) *param.gradient_watch = {};
 }
 
 void GradientReduction::IssueParts(bool alone) {
@@ -260,6 +333,7 @@ void GradientReduction::ReleasePayload(BufferPool& pool) {
 size_t GradientReduction::Issue() {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
+  DropCleared();
   size_t bytes = 0;
   for (size_t k = 0; k < parts_.size(); ++k) {
     Part& part = parts_[k];

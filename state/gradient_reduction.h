@@ -26,6 +26,15 @@
 // sees it too. A group that has been stepped once is not looked at: the other
 // half of a GAN clears gradients that it does not use.)
 //
+// Note [zero_grad and pending gradients]
+// What is pending belongs to the gradient that the user sees in S.grad(), which
+// may be undefined meanwhile. So clearing S.grad(), by zero_grad() of the module
+// or the optimizer, with set_to_none or without, or by hand, drops what is
+// pending for that parameter, as it would without sharding. Gradients that were
+// changed in another way are an error, where the pending ones are next looked at:
+// half of the gradient would be changed. Decided by each rank for itself; ranks
+// clear the same gradients, as they take the same steps.
+//
 // Thread-compatible: guarded by the mutex of the tree.
 #pragma once
 
@@ -52,13 +61,17 @@ class GradientReduction {
 
   // Ends a backward without a reduction: adds the payload to what is pending.
   void Keep(BufferPool& pool);
-  // What is kept, and can be reduced: see Note [Partial reductions] too.
-  bool has_pending() const {
-    return !pending_.empty() ||
-           (chain_.settings.requires_all_reduce && chain_.has_partial());
+  // What is kept, and can be reduced: see Note [Partial reductions] too, and
+  // Note [zero_grad and pending gradients] for the next four.
+  bool has_pending();
+  bool keeps_any() const {  // maybe cleared
+    return !pending_.empty() || chain_.has_partial();
   }
   // Of whole gradients and of partials.
-  size_t pending_bytes() const;
+  size_t pending_bytes();
+  // This rank's whole gradient of each parameter that is pending; undefined for
+  // the others.
+  std::vector<at::Tensor> Pending();
   void ClearPending();
 
   // Adds what is pending and starts the reduction. Returns the bytes sent.
@@ -106,6 +119,8 @@ class GradientReduction {
   void FinishParts(
       const std::function<void(FSDPParam& param, at::Tensor rows)>& take);
   void SetGradient(FSDPParam& param, at::Tensor rows);
+  // Drops what the user cleared of what is pending.
+  void DropCleared();
   static bool WasClearedUnused(const FSDPParam& param);
   // No shard of the group was written since the first reduction.
   bool IsUntrained() const;

@@ -63,7 +63,7 @@ at::Tensor RunShardHooks(const at::Tensor& shard, at::Tensor rows) {
 void AccumulateShardGradient(const at::Tensor& shard, at::Tensor rows) {
   rows = RunShardHooks(shard, std::move(rows));
   if (!rows.defined()) return;  // a hook took it
-  at::Tensor& gradient = shard.mutable_grad();
+  at::Tensor& gradient = internal::GradientOf(shard);
   if (gradient.defined()) {
     gradient.add_(rows);
   } else {

@@ -61,6 +61,23 @@ class MemberAutograd final : public torch::autograd::AutogradMeta {
   std::function<std::string()> message_;
 };
 
+class WatchedAutograd final : public torch::autograd::AutogradMeta {
+ public:
+  explicit WatchedAutograd(std::shared_ptr<GradientWatch> watch)
+      : watch_(std::move(watch)) {}
+  at::Tensor& mutable_grad() override {
+    if (watch_->on && !watch_->touched) {
+      watch_->touched = true;
+      watch_->gradient = grad_;
+      watch_->version = grad_.defined() ? grad_._version() : 0;
+    }
+    return grad_;
+  }
+
+ private:
+  std::shared_ptr<GradientWatch> watch_;
+};
+
 // As CppFunctionTensorPreHook, which LibTorch does not export.
 class MemberHooks final : public torch::autograd::FunctionPreHook {
  public:
@@ -211,6 +228,16 @@ void ExchangeBody(const at::Tensor& tensor, TensorBody& body) {
 std::unique_ptr<c10::AutogradMetaInterface> MakeMemberAutograd(
     std::function<std::string()> message) {
   return std::make_unique<MemberAutograd>(std::move(message));
+}
+
+void WatchGradient(const at::Tensor& leaf,
+                   std::shared_ptr<GradientWatch> watch) {
+  leaf.unsafeGetTensorImpl()->set_autograd_meta(
+      std::make_unique<WatchedAutograd>(std::move(watch)));
+}
+
+at::Tensor& GradientOf(const at::Tensor& leaf) {
+  return torch::autograd::impl::materialize_autograd_meta(leaf)->grad_;
 }
 
 void MoveHooks(c10::AutogradMetaInterface* from, const at::Tensor& to) {

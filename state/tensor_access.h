@@ -97,6 +97,21 @@ void ExchangeBody(const at::Tensor& tensor, TensorBody& body);
 std::unique_ptr<c10::AutogradMetaInterface> MakeMemberAutograd(
     std::function<std::string()> message);
 
+// Whether somebody cleared or changed the gradient of a leaf.
+struct GradientWatch {
+  bool on = false;
+  bool touched = false;  // mutable_grad() was called while on
+  // What the gradient was then.
+  at::Tensor gradient = {};
+  int64_t version = 0;
+};
+// Replaces the autograd state of `leaf`, which has none yet. zero_grad() of
+// modules and optimizers calls mutable_grad(), step() does not.
+void WatchGradient(const at::Tensor& leaf,
+                   std::shared_ptr<GradientWatch> watch);
+// Its gradient, unwatched.
+at::Tensor& GradientOf(const at::Tensor& leaf);
+
 // Moves tensor hooks and post-accumulate hooks, and makes `to` their tensor.
 void MoveHooks(c10::AutogradMetaInterface* from, const at::Tensor& to);
 void MoveHooks(const at::Tensor& from, c10::AutogradMetaInterface* to);

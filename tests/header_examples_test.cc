@@ -51,6 +51,7 @@
 #include "state/gradient_reduction.h"
 #include "state/managed_params.h"
 #include "state/pass_order.h"
+#include "state/payload_pieces.h"
 #include "state/shard_gradient.h"
 #include "state/shard_layout.h"
 #include "state/storage_registry.h"
@@ -457,6 +458,43 @@ TEST(HeaderExamples, Contract) {
   handle.unshard();
   std::cout << block->fc->weight << "\n";  // whole values
   handle.reshard();
+  // example-end
+}
+
+[[maybe_unused]] void BackwardHandles(composable::FSDPModule handle) {
+  // example-begin composable/backward_handles.h
+  composable::UnshardHandle gather = handle.unshard(/*async_op=*/true);
+  // ... other work ...
+  gather.wait();
+  // example-end
+}
+
+[[maybe_unused]] void GradientSyncGuard(GPT& model, const at::Tensor& first,
+                                        const at::Tensor& second) {
+  // example-begin composable/gradient_sync_guard.h
+  {
+    const composable::GradientSyncGuard no_sync(model, false);
+    model->loss(first).backward();  // gradients are kept
+  }
+  model->loss(second).backward();  // those of both are reduced
+  // example-end
+}
+
+[[maybe_unused]] void FinalizeBackward(
+    composable::FSDPModule handle, GPT& model,
+    const std::vector<at::Tensor>& microbatches) {
+  // example-begin hooks/finalize_backward.h
+  handle.set_manual_backward_finalization(true);
+  for (auto& batch : microbatches) model->loss(batch).backward();
+  handle.finalize_backward();
+  // example-end
+}
+
+[[maybe_unused]] void PayloadPieces(const composable::FSDPParam& param,
+                                    const at::Tensor& payload) {
+  // example-begin state/payload_pieces.h
+  const composable::PayloadShape shape{.shard_numel = 12, .chunk_numel = 16};
+  at::Tensor whole = composable::WholeOfPayload(param, shape, payload);
   // example-end
 }
 
