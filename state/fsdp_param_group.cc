@@ -226,21 +226,19 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
   const at::NoGradGuard no_grad;
   const bool from_part =
       sharded_state_ == ShardedState::kShardedPostForward && !dirty_;
-  const auto custom =
-      communicator_.size() > 1 ? custom_all_gather_ : nullptr;
+  const auto custom = communicator_.size() > 1 ? custom_all_gather_ : nullptr;
   buffer_.Acquire(unsharded_bytes_, pool, custom.get());
   sharded_state_ = ShardedState::kUnsharding;
   dirty_ = false;
   try {
     for (size_t s = 0; s < segments_.size(); ++s) {
       const Segment& segment = segments_[s];
-      gathers_.push_back(
-          from_part
-              ? post_forward_->Gather(s, WholeBytes(segment), segment.label,
-                                      custom)
-              : communicator_.AllGather(WholeBytes(segment),
-                                        ShardBytes(segment), segment.label,
-                                        custom));
+      gathers_.push_back(from_part
+                             ? post_forward_->Gather(s, WholeBytes(segment),
+                                                     segment.label, custom)
+                             : communicator_.AllGather(WholeBytes(segment),
+                                                       ShardBytes(segment),
+                                                       segment.label, custom));
     }
   } catch (...) {
     Reshard(pool);
