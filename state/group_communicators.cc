@@ -17,7 +17,8 @@ void WarnOfOne() {
   if (warned.exchange(true)) return;
   TORCH_WARN(
       "reshard_after_forward=1 (int) means resharding parameters to world size "
-      "1, that is, keeping them, instead of reshard_after_forward=true (bool).");
+      "1, that is, keeping them, instead of reshard_after_forward=true "
+      "(bool).");
 }
 
 // The ranks of `shard` among which the part is gathered.
@@ -33,7 +34,8 @@ void CheckMesh(const DeviceMesh& mesh) {
   if (!mesh.defined()) return;
   TORCH_CHECK_VALUE(mesh.ndim() == 1 || mesh.ndim() == 2,
                     "fully_shard expects a 1D or 2D DeviceMesh but got ",
-                    mesh.text(), ". Slice one: mesh[{\"replicate\", "
+                    mesh.text(),
+                    ". Slice one: mesh[{\"replicate\", "
                     "\"shard\"}].");
   TORCH_CHECK_VALUE(
       mesh.ndim() == 1 || !mesh.mesh_dim_names().empty(),

@@ -23,10 +23,9 @@ at::Tensor ReductionChain::Allocate(int64_t numel, c10::ScalarType dtype) {
           memory.numel() == numel,
       "allocate() of a custom reduce-scatter: expected ", numel,
       " contiguous elements of ", dtype, " on the CPU, got ",
-      memory.defined()
-          ? c10::str(memory.sizes(), " of ", memory.scalar_type(), " on ",
-                     memory.device())
-          : std::string("an undefined tensor"),
+      memory.defined() ? c10::str(memory.sizes(), " of ", memory.scalar_type(),
+                                  " on ", memory.device())
+                       : std::string("an undefined tensor"),
       ".");
   return memory;
 }
@@ -102,8 +101,7 @@ void ReductionChain::TakePartial(Link& link) const {
 void ReductionChain::LeavePartial(Link& link) const {
   TakePartial(link);
   // What a custom reduce-scatter allocates may be used again.
-  link.partial =
-      settings.custom == nullptr ? link.output : link.output.clone();
+  link.partial = settings.custom == nullptr ? link.output : link.output.clone();
   link.partial_divided_by = link.divide.before;
   link.output.reset();
 }

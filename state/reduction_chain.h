@@ -38,7 +38,7 @@ class ReductionChain {
   at::Tensor AllocatePayload(int64_t numel, c10::ScalarType dtype);
 
   struct Input {
-    at::Tensor payload;  // undefined: this one is left out
+    at::Tensor payload;       // undefined: this one is left out
     int64_t shard_numel = 0;  // of a rank's chunk; flags follow
     CollectiveLabelPtr label;
     CollectiveLabelPtr replicate_label;

@@ -22,12 +22,11 @@ class ReshardAfterForward {
   // NOLINTBEGIN(google-explicit-constructor): true, 8 and nullopt are options.
   ReshardAfterForward(std::nullopt_t /*automatic*/) {}
   template <typename Bool>
-    requires std::same_as<Bool, bool>
-  ReshardAfterForward(Bool free) : free_(free) {}
+  requires std::same_as<Bool, bool> ReshardAfterForward(Bool free)
+      : free_(free) {}
   template <typename Number>
-    requires(std::integral<Number> && !std::same_as<Number, bool> &&
-             !std::same_as<Number, char>)
-  ReshardAfterForward(Number group_size)
+  requires(std::integral<Number> && !std::same_as<Number, bool> &&
+           !std::same_as<Number, char>) ReshardAfterForward(Number group_size)
       : free_(true), group_size_(static_cast<int64_t>(group_size)) {}
   // NOLINTEND(google-explicit-constructor)
 
