@@ -63,6 +63,7 @@ class Communicator {
   // collective.
 
   // output[rank * n, (rank + 1) * n) = that rank's input, n = input.numel().
+  // `input` may be this rank's part of `output`.
   PendingCollectivePtr AllGather(at::Tensor output, at::Tensor input,
                                  const CollectiveLabelPtr& label = nullptr);
 

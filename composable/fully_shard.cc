@@ -63,7 +63,8 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
                                    ? options.process_group()
                                    : default_process_group();
     group = std::make_unique<FSDPParamGroup>(
-        managed.owned, Communicator(process_group, c10::kCPU));
+        managed.owned, Communicator(process_group, c10::kCPU),
+        options.mp_policy());
   }
   auto state = std::make_shared<FSDPState>(modules, options, std::move(group));
   state->undo = [tied = managed.tied] { UntieFromShards(tied); };

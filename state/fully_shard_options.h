@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "collectives/process_group.h"
+#include "state/mixed_precision_policy.h"
 
 namespace composable {
 
@@ -27,6 +28,8 @@ struct FullyShardOptions {
   // saves the gather in backward. Default: false for the root of the tree,
   // which backward needs first, true for all others.
   TORCH_ARG(std::optional<bool>, reshard_after_forward) = std::nullopt;
+  // In which dtypes parameters are gathered, used and reduced.
+  TORCH_ARG(MixedPrecisionPolicy, mp_policy);
 
   // --- Performance; read from the root of the tree ---
   // Groups that may be gathered at one time, whether in use or ahead of use,

@@ -16,6 +16,11 @@
 //
 // The sum over ranks is divided by their number after the reduction.
 //
+// The payload, and what is pending, is of the segment's reduce dtype; gradients
+// of any dtype are cast while they are packed. What is reduced is cast to the
+// gradient dtype of each shard, at once for a segment that has one. A sum of
+// flags may be rounded in a short dtype, but never to 0.
+//
 // Note [Gradients that no optimizer uses]
 // An optimizer that does not hold the shards trains nothing, without an error.
 // What shows it: the gradient that a reduction set was cleared, or zeroed, and
@@ -77,6 +82,9 @@ class GradientReduction {
   };
   void PackPart(Part& part, std::vector<at::Tensor>& gradients);
   void WriteFlags(const Part& part);
+  // The dtype that the gradient of `param` is left in.
+  static c10::ScalarType GradientDtype(const Part& part,
+                                       const FSDPParam& param);
   void IssueParts();
   // Hands the reduced rows of each parameter that has some to `take`.
   void FinishParts(
