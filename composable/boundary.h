@@ -80,7 +80,8 @@ Impl& ModuleOf(const torch::nn::ModuleHolder<Impl>& block) {
 
 // The forward of `module`, with floating inputs cast to `dtype`.
 template <typename Result, typename Module, typename... Args>
-Result ForwardOfCast(Module& module, c10::ScalarType dtype, Args&&... args) {
+Result ForwardOfCast(Module& module, [[maybe_unused]] c10::ScalarType dtype,
+                     Args&&... args) {
   std::tuple<CastArgument<Args>...> inputs{CastArgument<Args>(args, dtype)...};
   const auto forward = [&]() -> Result {
     return std::apply(
