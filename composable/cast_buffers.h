@@ -3,6 +3,7 @@
 //   composable::CastBuffers cast = composable::cast_buffers(
 //       model, [](const std::string& fqn, const at::Tensor& buffer)
 //                  -> std::optional<c10::ScalarType> {
+//         if (fqn == "running_mean") return buffer.scalar_type();
 //         if (buffer.is_floating_point()) return torch::kBFloat16;
 //         return std::nullopt;
 //       });

@@ -8,6 +8,9 @@
 //   // In the namespace of Batch: the members that hold tensors.
 //   auto tensor_members(Batch& b) { return std::tie(b.features, b.masks); }
 //
+// Then a module whose forward takes a Batch can be called through a boundary
+// that casts (see Note [Arguments that are cast]), and others can look into it:
+//
 //   Batch batch{torch::ones({2}), {torch::ones({3})}};
 //   int64_t elements = 0;
 //   composable::VisitTensors(
@@ -26,8 +29,8 @@
 // tensor_members in its namespace, as above; or, if that is not yours, by
 //
 //   template <>
-//   struct composable::TensorMembers<Batch> {
-//     static auto Tie(Batch& b) { return std::tie(b.features, b.masks); }
+//   struct composable::TensorMembers<Foreign> {
+//     static auto Tie(Foreign& f) { return std::tie(f.value); }
 //   };
 //
 // std::tie() says that there are none. A class that is not known throws

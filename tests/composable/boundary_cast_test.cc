@@ -23,7 +23,7 @@
 
 namespace user {  // types of a user, in a namespace of their own
 
-// [header example]
+// example-begin composable/tensor_members.h
 struct Batch {
   at::Tensor features;
   std::vector<at::Tensor> masks;
@@ -31,7 +31,7 @@ struct Batch {
 };
 // In the namespace of Batch: the members that hold tensors.
 auto tensor_members(Batch& b) { return std::tie(b.features, b.masks); }
-// [header example]
+// example-end
 
 struct Foreign {
   std::optional<at::Tensor> value;
@@ -59,10 +59,13 @@ inline auto tensor_members(Tree& t) { return std::tie(t.value, t.below); }
 
 }  // namespace user
 
+using user::Foreign;
+// example-begin composable/tensor_members.h
 template <>
-struct composable::TensorMembers<user::Foreign> {
-  static auto Tie(user::Foreign& f) { return std::tie(f.value); }
+struct composable::TensorMembers<Foreign> {
+  static auto Tie(Foreign& f) { return std::tie(f.value); }
 };
+// example-end
 
 namespace composable {
 namespace {
@@ -71,7 +74,6 @@ using torch::kBFloat16;
 using torch::kFloat;
 using torch::kHalf;
 using user::Batch;
-using user::Foreign;
 using user::MoveOnly;
 using user::Tree;
 using user::Unknown;
@@ -157,6 +159,24 @@ TEST_F(BoundaryCastTest, StructsByFunctionAndByTrait) {
     const Tree tree{F32(), {Tree{F32(), {}}}};
     EXPECT_EQ(probe(tree).below[0].value.scalar_type(), kBFloat16);
   });
+}
+
+TEST_F(BoundaryCastTest, HeaderExamples) {
+  // example-begin composable/tensor_members.h
+  Batch batch{torch::ones({2}), {torch::ones({3})}};
+  int64_t elements = 0;
+  composable::VisitTensors(batch,
+                           [&](const at::Tensor& t) { elements += t.numel(); });
+  // example-end
+  EXPECT_EQ(elements, 5);
+  // example-begin composable/cast_tensors.h
+  const std::vector<at::Tensor> args = {torch::ones({2}), torch::arange(2)};
+  if (composable::internal::NeedsCast(args, torch::kBFloat16)) {
+    auto copy = args;
+    composable::internal::CastTensors(copy, torch::kBFloat16);
+  }
+  // example-end
+  EXPECT_FALSE(internal::NeedsCast(args[1], kBFloat16));
 }
 
 TEST_F(BoundaryCastTest, WhatHoldsNoFloatsIsHandedOnAsItIs) {

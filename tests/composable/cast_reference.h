@@ -4,7 +4,7 @@
 //
 //   composable::CastReference<composable::Mlp> reference(
 //       plain, make, {torch::kBFloat16, torch::kFloat});
-//   reference.Backward(2, loss);   // plain's gradients are set
+//   reference.Backward(rank, loss);   // plain's gradients are set
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,11 +1,15 @@
 // Parameters that are gathered and reduced in other dtypes than they are kept.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <optional>
 #include <string>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
+#include "hooks/dtype_mismatch.h"
+#include "state/param_dtypes.h"
 #include "tests/composable/cast_reference.h"
 #include "tests/support/errors.h"
 
@@ -97,15 +101,58 @@ TEST(MixedPrecisionTest, OneRank) {
   RunRanks(1, [](RankContext& rank) {
     const auto make = [] { return Mlp(); };
     auto [plain, sharded] = MakePair(make);
-    CastReference<Mlp> reference(plain, make, {kBFloat16, kFloat});
     fully_shard(sharded, WithPolicy(rank, Policy(kBFloat16)));
     const auto loss = [](Mlp& m, int r) {
       return MlpOutputLoss(m(Input(r, {4, 5}).to(kBFloat16)));
     };
-    reference.Backward(rank, loss);
+    // example-begin tests/composable/cast_reference.h
+    composable::CastReference<composable::Mlp> reference(
+        plain, make, {torch::kBFloat16, torch::kFloat});
+    reference.Backward(rank, loss);  // plain's gradients are set
+    // example-end
     loss(sharded, 0).backward();
     ExpectGradients(*sharded, *plain, 0);
   });
+}
+
+TEST(MixedPrecisionTest, HeaderExamples) {
+  {
+    const auto group = init_process_group(
+        c10::make_intrusive<c10d::HashStore>(), /*rank=*/0, /*world_size=*/1);
+    torch::nn::Linear block(2, 2);
+    const torch::nn::Linear fc(2, 2);
+    // example-begin state/mixed_precision_policy.h
+    composable::fully_shard(block, composable::FullyShardOptions().mp_policy(
+                                       composable::MixedPrecisionPolicy()
+                                           .param_dtype(torch::kBFloat16)
+                                           .reduce_dtype(torch::kFloat)));
+    // example-end
+    const auto policy = Policy(kBFloat16);
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-value"
+    // example-begin state/param_dtypes.h
+    composable::ParamDtypes dtypes =
+        composable::ResolveDtypes(policy, "fc.weight", fc->weight);
+    dtypes.gathered;  // kBFloat16
+                      // example-end
+#pragma GCC diagnostic pop
+    EXPECT_EQ(dtypes.gathered, kBFloat16);
+    EXPECT_EQ(block->weight.scalar_type(), kBFloat16);
+  }
+}
+
+// The guard compiles this; see DtypeMismatchTest for what it does.
+[[maybe_unused]] void ExplainMismatch(const c10::OperatorHandle& op,
+                                      c10::DispatchKeySet keys,
+                                      torch::jit::Stack* stack) {
+  // example-begin hooks/dtype_mismatch.h
+  try {
+    op.redispatchBoxed(keys, stack);
+  } catch (const c10::Error& error) {
+    composable::ThrowIfDtypeMismatch(op, *stack, error);
+    throw;
+  }
+  // example-end
 }
 
 // --- Bytes ---------------------------------------------------------------------
@@ -650,6 +697,23 @@ TEST(CastBuffersTest, GivesBackWhatWasNotWritten) {
   first->running_mean.zero_();
   cast.restore();  // nothing
   EXPECT_TRUE(torch::equal(first->running_mean, torch::zeros({3})));
+}
+
+TEST(CastBuffersTest, HeaderExample) {
+  torch::nn::BatchNorm1d model(3);
+  // example-begin composable/cast_buffers.h
+  composable::CastBuffers cast = composable::cast_buffers(
+      model,
+      [](const std::string& fqn,
+         const at::Tensor& buffer) -> std::optional<c10::ScalarType> {
+        if (fqn == "running_mean") return buffer.scalar_type();
+        if (buffer.is_floating_point()) return torch::kBFloat16;
+        return std::nullopt;
+      });
+  // ... forwards ...
+  cast.restore();
+  // example-end
+  EXPECT_EQ(model->running_var.scalar_type(), kFloat);
 }
 
 TEST(CastBuffersTest, AThrowingFunctionChangesNothing) {
