@@ -67,7 +67,8 @@ class Communicator {
   // collective.
 
   // output[rank * n, (rank + 1) * n) = that rank's input, n = input.numel().
-  // `custom`, if not null, does the work where there are several ranks.
+  // `input` may be this rank's part of `output`. `custom`, if not null, does the
+  // work where there are several ranks.
   PendingCollectivePtr AllGather(
       at::Tensor output, at::Tensor input,
       const CollectiveLabelPtr& label = nullptr,

@@ -26,6 +26,9 @@
 //    before. The root is the topmost module that was sharded.
 //  * After an exception that leaves the root's forward the tree is sharded, and
 //    ready for the next one.
+//  * Where the module's own fully_shard had a MixedPrecisionPolicy, floating
+//    inputs and outputs are cast; see Note [Arguments that are cast]. A
+//    ForwardScope casts nothing.
 // See Note [Forward scopes] in hooks/forward_scope.h for the details.
 //
 // Only calls through the holder or composable::call pass a boundary:
@@ -39,9 +42,12 @@
 
 #include <concepts>
 #include <memory>
+#include <optional>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
+#include "composable/cast_tensors.h"
 #include "hooks/forward_scope.h"
 
 namespace composable {
@@ -72,6 +78,41 @@ Impl& ModuleOf(const torch::nn::ModuleHolder<Impl>& block) {
   return *block.ptr();
 }
 
+// The forward of `module`, with floating inputs cast to `dtype`.
+template <typename Result, typename Module, typename... Args>
+Result ForwardOfCast(Module& module, [[maybe_unused]] c10::ScalarType dtype,
+                     Args&&... args) {
+  std::tuple<CastArgument<Args>...> inputs{CastArgument<Args>(args, dtype)...};
+  const auto forward = [&]() -> Result {
+    return std::apply(
+        [&](auto&... input) -> Result {
+          return module.forward(input.get()...);
+        },
+        inputs);
+  };
+  const auto give_back = [&] {
+    std::apply([](auto&... input) { (input.Return(), ...); }, inputs);
+  };
+  if constexpr (std::is_void_v<Result>) {
+    forward();
+    give_back();
+  } else if constexpr (std::is_reference_v<Result>) {
+    const bool is_copied = std::apply(
+        [](auto&... input) { return (input.is_copied() || ...); }, inputs);
+    if (is_copied) {
+      ThrowCannotCast<std::remove_cvref_t<Result>>(
+          "forward returns a reference");
+    }
+    return forward();
+  } else if constexpr (std::is_move_constructible_v<Result>) {
+    Result result = forward();
+    give_back();
+    return result;
+  } else {
+    return forward();
+  }
+}
+
 }  // namespace internal
 
 // Runs forward of `block`, a holder, a shared_ptr or a module, through its
@@ -82,7 +123,19 @@ auto call(Block&& block, Args&&... args)
         std::forward<Args>(args)...)) {
   auto& module = internal::ModuleOf(block);
   const internal::ForwardScope scope(module);
-  return module.forward(std::forward<Args>(args)...);
+  if (!scope.input_dtype() && !scope.output_dtype()) {
+    return module.forward(std::forward<Args>(args)...);
+  }
+  using Result = decltype(module.forward(std::forward<Args>(args)...));
+  const auto forward = [&]() -> Result {
+    if (!scope.input_dtype()) {
+      return module.forward(std::forward<Args>(args)...);
+    }
+    return internal::ForwardOfCast<Result>(module, *scope.input_dtype(),
+                                           std::forward<Args>(args)...);
+  };
+  if (!scope.output_dtype()) return forward();
+  return internal::CastResult<Result>(forward, *scope.output_dtype());
 }
 
 // While it lives, the calling thread is in a forward of `block`: for methods

@@ -20,6 +20,7 @@
 
 #include "collectives/process_group.h"
 #include "composable/boundary.h"
+#include "composable/cast_buffers.h"
 #include "composable/clip_grad_norm.h"
 #include "composable/contract.h"
 #include "composable/fully_shard.h"
@@ -27,4 +28,6 @@
 #include "composable/rebind.h"
 #include "composable/state_dict.h"
 #include "composable/stats.h"
+#include "composable/tensor_members.h"
 #include "state/allow_shard_math.h"
+#include "state/mixed_precision_policy.h"

@@ -67,7 +67,8 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
   }
   std::unique_ptr<FSDPParamGroup> group;
   if (communicators) {
-    group = std::make_unique<FSDPParamGroup>(managed.owned, *communicators);
+    group = std::make_unique<FSDPParamGroup>(managed.owned, *communicators,
+                                             options.mp_policy());
   }
   auto state = std::make_shared<FSDPState>(modules, resolved, std::move(group));
   state->undo = [tied = managed.tied] { UntieFromShards(tied); };

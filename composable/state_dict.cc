@@ -15,6 +15,7 @@
 #include "hooks/root_pre_forward.h"
 #include "hooks/unshard.h"
 #include "state/fsdp_state.h"
+#include "state/tensor_access.h"
 
 namespace composable {
 namespace {
@@ -45,13 +46,25 @@ std::vector<Item> Items(const torch::nn::Module& module) {
   return items;
 }
 
-// Copies the whole values of all items of `state` into `values`.
+// Copies the whole values of all items of `state` into `values`, in the dtype
+// of their shards.
 void GatherInto(FSDPState& state, const std::vector<Item>& items,
                 std::vector<at::Tensor>& values) {
   const auto context = LazyInit(state);
   const std::lock_guard<std::recursive_mutex> lock(context->mutex);
   CheckAlone(*context, "full_state_dict");
   FSDPParamGroup& group = *state.group();
+  if (group.is_cast()) {  // what operators use is not what shards hold
+    const auto wholes = group.GatherShards();
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (items[i].state.get() != &state) continue;
+      const FSDPParam& param = *items[i].param;
+      const at::Tensor& whole = wholes[param.segment()];
+      values[i] = param.WholeIn(internal::StorageOf(whole), whole.scalar_type())
+                      .clone();
+    }
+    return;
+  }
   FSDPState* needed = &state;
   const bool was_sharded = group.is_sharded();
   IssueUnshard(*context, {&needed, 1}, context->forward_order);

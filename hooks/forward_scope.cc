@@ -50,8 +50,17 @@ namespace internal {
 
 ForwardScope::ForwardScope(const torch::nn::Module& module)
     : state_(FindFSDPState(module)), exceptions_(std::uncaught_exceptions()) {
-  if (state_ != nullptr) Open();
+  if (state_ != nullptr) {
+    ReadPolicy();
+    Open();
+  }
   ++t_open_scopes;
+}
+
+void ForwardScope::ReadPolicy() {
+  const MixedPrecisionPolicy& policy = state_->options().mp_policy();
+  if (policy.cast_forward_inputs()) input_dtype_ = policy.param_dtype();
+  output_dtype_ = policy.output_dtype();
 }
 
 ForwardScope::~ForwardScope() {

@@ -29,7 +29,10 @@
 //   else              nothing changes until the backward.
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "state/fsdp_state.h"
@@ -48,7 +51,13 @@ class ForwardScope {
   ForwardScope(const ForwardScope&) = delete;
   ForwardScope& operator=(const ForwardScope&) = delete;
 
+  // What the policy of the module wants floating inputs and outputs to be cast
+  // to, in a recompute too; nothing: leave them.
+  std::optional<c10::ScalarType> input_dtype() const { return input_dtype_; }
+  std::optional<c10::ScalarType> output_dtype() const { return output_dtype_; }
+
  private:
+  void ReadPolicy();
   void Open();
   void Close(bool failed);
 
@@ -56,6 +65,8 @@ class ForwardScope {
   std::shared_ptr<FSDPStateContext> context_;  // the tree of state_, then
   int exceptions_;                             // in flight at the start
   bool starts_evaluation_ = false;             // of an idle tree
+  std::optional<c10::ScalarType> input_dtype_;
+  std::optional<c10::ScalarType> output_dtype_;
 };
 
 }  // namespace internal

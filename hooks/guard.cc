@@ -16,6 +16,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/container/inlined_vector.h"
 #include "hooks/alone.h"
+#include "hooks/dtype_mismatch.h"
 #include "hooks/finalize_backward.h"
 #include "hooks/forward_scope.h"
 #include "hooks/pre_backward.h"
@@ -335,9 +336,14 @@ void GuardFallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   touches.Before();
   const c10::impl::ExcludeDispatchKeyGuard below(
       c10::DispatchKeySet{internal::kGuardKey});
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER,
-                                                internal::kGuardKey),
-                     stack);
+  const auto inner = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER,
+                                                internal::kGuardKey);
+  try {
+    op.redispatchBoxed(inner, stack);
+  } catch (const c10::Error& error) {
+    ThrowIfDtypeMismatch(op, *stack, error);
+    throw;
+  }
   touches.After(*stack);
 }
 

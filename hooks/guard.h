@@ -14,7 +14,10 @@
 //                              copies this rank's rows, as set_data does
 //   local tensor, summed over, or recorded by autograd
 //                              throws, see Note [Local tensors]
-// All errors are c10::ValueError. An operator on a tree in whose operator
+// An operator that fails because it got a parameter in the dtype of a
+// MixedPrecisionPolicy and another tensor in another throws c10::TypeError,
+// which says so; see hooks/dtype_mismatch.h.
+// All other errors are c10::ValueError. An operator on a tree in whose operator
 // another thread is throws too.
 //
 // Note [Local tensors]

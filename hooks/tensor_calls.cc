@@ -87,6 +87,35 @@ class TensorCalls final : public internal::ForwardingVariableHooks {
     SyncGradientEdge(*context, *known.state, known.index());
   }
 
+  std::optional<c10::ScalarType> grad_dtype(
+      const at::TensorBase& self) const override {
+    const Known known = Find(self);
+    const bool is_member = known.state != nullptr && !known.is_shard;
+    return ForwardingVariableHooks::grad_dtype(
+        is_member ? at::TensorBase(known->sharded) : self);
+  }
+
+  void set_grad_dtype(
+      const at::TensorBase& self,
+      const std::optional<c10::ScalarType>& dtype) const override {
+    const Known known = Find(self);
+    if (known.state == nullptr) {
+      ForwardingVariableHooks::set_grad_dtype(self, dtype);
+      return;
+    }
+    const at::Tensor& shard = known->sharded;
+    TORCH_CHECK_VALUE(!shard.grad().defined() || !dtype ||
+                          shard.grad().scalar_type() == *dtype,
+                      "set_grad_dtype(", *dtype, ") was called on parameter '",
+                      known->fqn, "', which has a gradient of ",
+                      shard.grad().scalar_type(),
+                      ". Clear the gradient first.");
+    ForwardingVariableHooks::set_grad_dtype(shard, dtype);
+    if (known->accumulator != nullptr) {
+      known->accumulator->mutable_input_metadata(0).set_grad_dtype(dtype);
+    }
+  }
+
   // A leaf without a gradient runs no hooks; the sink, whose members' hooks
   // these are, runs for all of its group.
   unsigned _register_hook(const at::TensorBase& self,

@@ -8,6 +8,8 @@
 //                                 size, so Module::to(dtype) throws
 //   member.set_data(data)         throws
 //   member.requires_grad_(on)     is done to the shard
+//   member.set_grad_dtype(dtype)  is done to the shard, whose next reductions
+//                                 leave their gradient in that dtype
 //   backward(inputs = {member})   throws
 //   member.is_leaf()              false, as for any whole parameter; throws
 //                                 where an optimizer asks that is given the

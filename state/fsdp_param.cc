@@ -14,7 +14,8 @@ FSDPParam::FSDPParam(const OwnedParam& owned)
       shared_name(std::make_shared<std::string>(owned.name)),
       slots(owned.slots),
       unsharded_(owned.parameter.getIntrusivePtr()),
-      dtype_(owned.parameter.scalar_type()),
+      dtypes_{owned.parameter.scalar_type(), owned.parameter.scalar_type(),
+              owned.parameter.scalar_type()},
       sizes_(owned.parameter.sizes()),
       strides_(owned.parameter.strides()),
       numel_(owned.parameter.numel()) {
@@ -108,7 +109,13 @@ at::Tensor FSDPParam::RowsIn(const at::Tensor& flat) const {
 
 at::Tensor FSDPParam::WholeIn(
     const c10::intrusive_ptr<c10::StorageImpl>& storage) const {
-  return internal::MakeTensor(storage, dtype_, sizes_, strides_,
+  return WholeIn(storage, dtypes_.gathered);
+}
+
+at::Tensor FSDPParam::WholeIn(
+    const c10::intrusive_ptr<c10::StorageImpl>& storage,
+    c10::ScalarType dtype) const {
+  return internal::MakeTensor(storage, dtype, sizes_, strides_,
                               placement_.offset);
 }
 

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "state/compatibility.h"
+#include "state/param_dtypes.h"
 #include "state/shard_layout.h"
 #include "state/tensor_access.h"
 
@@ -75,8 +76,11 @@ class FSDPParam {
   // view in autograd's sense.
   at::Tensor RowsIn(const at::Tensor& flat) const;
 
-  // The whole parameter in a flat unsharded buffer.
+  // The whole parameter in a flat unsharded buffer, whose elements are of the
+  // gathered dtype or of `dtype`.
   at::Tensor WholeIn(const c10::intrusive_ptr<c10::StorageImpl>& storage) const;
+  at::Tensor WholeIn(const c10::intrusive_ptr<c10::StorageImpl>& storage,
+                     c10::ScalarType dtype) const;
 
   // Copies elements [begin, end), counted in memory order, of `whole` to
   // `destination`, a flat tensor of end - begin elements.
@@ -115,7 +119,9 @@ class FSDPParam {
   // parameter they are of.
   int64_t local_offset() const { return local_offset_; }
   at::IntArrayRef local_sizes() const { return local_sizes_; }
-  c10::ScalarType dtype() const { return dtype_; }
+  // All equal until they are set.
+  const ParamDtypes& dtypes() const { return dtypes_; }
+  void set_dtypes(const ParamDtypes& dtypes) { dtypes_ = dtypes; }
   at::IntArrayRef sizes() const { return sizes_; }
   at::IntArrayRef strides() const { return strides_; }
 
@@ -123,7 +129,7 @@ class FSDPParam {
   at::Tensor InMemoryOrder(const at::Tensor& whole) const;
 
   c10::weak_intrusive_ptr<c10::TensorImpl> unsharded_;
-  c10::ScalarType dtype_;
+  ParamDtypes dtypes_;
   Dims sizes_;
   Dims strides_;
   Dims memory_order_;  // dimensions from the outermost in memory inwards

@@ -1,6 +1,7 @@
 #include "state/fsdp_param_group.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
@@ -40,15 +41,19 @@ std::string MemberGradientMessage(const std::string& fqn) {
 FSDPParamGroup::FSDPParamGroup(
     const std::vector<OwnedParam>& owned,
     // NOLINTNEXTLINE(performance-unnecessary-value-param): cheap to copy
-    GroupCommunicators communicators)
+    GroupCommunicators communicators, const MixedPrecisionPolicy& policy)
     : communicator_(communicators.shard), replicate_(communicators.replicate) {
+  CheckPolicy(policy);
   if (communicators.post_forward) {
     post_forward_.emplace(*communicators.post_forward);
   }
   // What is made here lives on after an inference or no-grad scope.
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
-  for (const auto& parameter : owned) params_.emplace_back(parameter);
+  for (const auto& parameter : owned) {
+    params_.emplace_back(parameter).set_dtypes(
+        ResolveDtypes(policy, parameter.name, parameter.parameter));
+  }
   BuildSegments();
 }
 
@@ -63,14 +68,19 @@ FSDPParamGroup::~FSDPParamGroup() {
 void FSDPParamGroup::BuildSegments() {
   for (size_t i = 0; i < params_.size(); ++i) {
     const at::Tensor parameter = params_[i].unsharded();
+    const ParamDtypes& dtypes = params_[i].dtypes();
     auto it = std::find_if(
         segments_.begin(), segments_.end(), [&](const Segment& segment) {
-          return segment.dtype == parameter.scalar_type() &&
+          return segment.dtype == dtypes.original &&
+                 segment.gathered == dtypes.gathered &&
+                 segment.reduce == dtypes.reduce &&
                  segment.trainable == parameter.requires_grad();
         });
     if (it == segments_.end()) {
       Segment segment;
-      segment.dtype = parameter.scalar_type();
+      segment.dtype = dtypes.original;
+      segment.gathered = dtypes.gathered;
+      segment.reduce = dtypes.reduce;
       segment.trainable = parameter.requires_grad();
       it = segments_.insert(segments_.end(), std::move(segment));
     }
@@ -78,13 +88,15 @@ void FSDPParamGroup::BuildSegments() {
   }
   for (size_t s = 0; s < segments_.size(); ++s) {
     Segment& segment = segments_[s];
-    const auto itemsize = static_cast<int64_t>(c10::elementSize(segment.dtype));
+    // Of the smaller elements, so that a shard is aligned in either dtype.
+    const auto itemsize = static_cast<int64_t>(std::min(
+        c10::elementSize(segment.dtype), c10::elementSize(segment.gathered)));
     std::vector<ParamExtent> extents;
     for (const int i : segment.params) extents.push_back(params_[i].extent());
     segment.layout = ShardLayout::Plan(
         extents, {.world_size = communicator_.size(), .itemsize = itemsize});
     segment.buffer_offset = unsharded_bytes_;
-    unsharded_bytes_ += RoundUp(segment.layout.unsharded_numel() * itemsize);
+    unsharded_bytes_ += RoundUp(segment.unsharded_bytes());
     bool has_empty = false;
     for (size_t k = 0; k < segment.params.size(); ++k) {
       FSDPParam& param = params_[segment.params[k]];
@@ -108,6 +120,10 @@ void FSDPParamGroup::MakeShard(FSDPParam& param, const Segment& segment) {
   param.sharded = param.RowsIn(segment.flat_shard);
   internal::WatchGradient(param.sharded, param.gradient_watch);
   param.sharded.set_requires_grad(whole.requires_grad());
+  const auto grad_dtype = whole.grad_dtype();
+  if (grad_dtype != whole.scalar_type()) {
+    param.sharded.set_grad_dtype(grad_dtype);
+  }
   if (whole.grad().defined()) {
     at::Tensor rows = param.RowsOf(whole.grad().to_dense());
     internal::AddGuard(rows);
@@ -128,8 +144,7 @@ void FSDPParamGroup::Attach(const std::shared_ptr<FSDPState>& state,
   try {
     for (size_t s = 0; s < segments_.size(); ++s) {
       Segment& segment = segments_[s];
-      auto storage = internal::MakeEmptyStorage(
-          segment.layout.unsharded_numel() * c10::elementSize(segment.dtype));
+      auto storage = internal::MakeEmptyStorage(segment.unsharded_bytes());
       segment.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(storage);
       new_storages_.push_back(storage);
       internal::SetOwner(*storage, state);
@@ -204,7 +219,12 @@ NodePtr FSDPParamGroup::Sink() {
   sink = make_sink_();
   for (const auto& param : params_) {
     if (const at::Tensor whole = param.unsharded(); whole.defined()) {
-      sink->add_input_metadata(whole);
+      const uint32_t input = sink->add_input_metadata(whole);
+      const ParamDtypes& dtypes = param.dtypes();
+      if (dtypes.reduce != dtypes.gathered) {
+        // The engine would cast each gradient to the gathered dtype.
+        sink->mutable_input_metadata(input).set_grad_dtype(std::nullopt);
+      }
     } else {
       sink->add_input_metadata(torch::autograd::Node::undefined_input());
     }
@@ -236,12 +256,14 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
   try {
     for (size_t s = 0; s < segments_.size(); ++s) {
       const Segment& segment = segments_[s];
-      gathers_.push_back(from_part
-                             ? post_forward_->Gather(s, WholeBytes(segment),
-                                                     segment.label, custom)
-                             : communicator_.AllGather(WholeBytes(segment),
-                                                       ShardBytes(segment),
-                                                       segment.label, custom));
+      const at::Tensor whole = WholeBytes(segment);
+      gathers_.push_back(
+          from_part ? post_forward_->Gather(s, whole, segment.label, custom)
+                    : communicator_.AllGather(
+                          whole,
+                          segment.is_cast() ? CastShardInto(segment, whole)
+                                            : ShardBytes(segment),
+                          segment.label, custom));
     }
   } catch (...) {
     Reshard(pool);
@@ -250,8 +272,7 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
 }
 
 at::Tensor FSDPParamGroup::WholeBytes(const Segment& segment) const {
-  const auto bytes = static_cast<int64_t>(segment.layout.unsharded_numel() *
-                                          c10::elementSize(segment.dtype));
+  const int64_t bytes = segment.unsharded_bytes();
   return internal::MakeTensor(
       internal::BorrowMemory(
           static_cast<char*>(buffer_.data()) + segment.buffer_offset, bytes),
@@ -262,6 +283,38 @@ at::Tensor FSDPParamGroup::GatheredValue(const FSDPParam& param) const {
   TORCH_INTERNAL_ASSERT(sharded_state_ == ShardedState::kUnsharded);
   return param.WholeIn(
       internal::StorageOf(WholeBytes(segments_[param.segment()])));
+}
+
+bool FSDPParamGroup::is_cast() const {
+  return std::any_of(segments_.begin(), segments_.end(),
+                     [](const Segment& segment) { return segment.is_cast(); });
+}
+
+std::vector<at::Tensor> FSDPParamGroup::GatherShards() {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> wholes;
+  for (const auto& segment : segments_) {
+    wholes.push_back(
+        at::empty({segment.layout.unsharded_numel()}, segment.dtype));
+    const at::Tensor bytes = internal::MakeTensor(
+        internal::StorageOf(wholes.back()), c10::kByte,
+        {static_cast<int64_t>(wholes.back().nbytes())}, {1}, 0);
+    communicator_.AllGather(bytes, ShardBytes(segment), segment.label)->Wait();
+  }
+  return wholes;
+}
+
+at::Tensor FSDPParamGroup::CastShardInto(const Segment& segment,
+                                         const at::Tensor& whole) const {
+  const int64_t numel = segment.layout.shard_numel();
+  const int64_t bytes = whole.numel() / communicator_.size();
+  const auto storage = internal::StorageOf(whole);
+  internal::MakeTensor(storage, segment.gathered, {numel}, {1},
+                       communicator_.rank() * numel)
+      .copy_(segment.flat_shard);
+  return internal::MakeTensor(storage, c10::kByte, {bytes}, {1},
+                              communicator_.rank() * bytes);
 }
 
 at::Tensor FSDPParamGroup::ShardBytes(const Segment& segment) {
@@ -437,6 +490,8 @@ void FSDPParamGroup::LabelCollectives(const std::string& group_fqn) {
   for (auto& segment : segments_) {
     uint64_t plan = HashMix(segment.layout.fingerprint(),
                             static_cast<uint64_t>(segment.dtype));
+    plan = HashMix(plan, static_cast<uint64_t>(segment.gathered));
+    plan = HashMix(plan, static_cast<uint64_t>(segment.reduce));
     plan = HashMix(plan, segment.trainable ? 1 : 0);
     for (const int i : segment.params) {
       plan = HashMix(plan, HashString(params_[i].fqn));

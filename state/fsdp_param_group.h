@@ -1,12 +1,14 @@
 // The parameters that are gathered and reduced together.
 //
-// Parameters of one dtype, trainable or frozen when they were sharded, form a
-// segment; a group is usually one segment. Each segment has a flat shard (this
-// rank's part, always there), an unsharded storage that all its parameters are
-// views of, and a layout that makes the ranks' flat shards, one after the
-// other, equal to the unsharded buffer. So unsharding is: point the storage to
-// a buffer, all-gather into it. Resharding is: take the buffer away. Neither
-// copies, and neither costs work per parameter.
+// Parameters of the same dtypes (see Note [Dtypes of a parameter]), trainable
+// or frozen when they were sharded, form a segment; a group is usually one
+// segment. Each segment has a flat shard (this rank's part, always there), an
+// unsharded storage that all its parameters are views of, and a layout that
+// makes the ranks' flat shards, one after the other, equal to the unsharded
+// buffer. So unsharding is: point the storage to a buffer, all-gather into it.
+// Resharding is: take the buffer away. Neither copies, and neither costs work
+// per parameter. A segment that is gathered in another dtype than its own is
+// cast, by one operator, into this rank's part of the buffer.
 //
 //   group.IssueUnshard(pool);   // returns at once
 //   group.WaitUnshard(pool);    // parameters may be read
@@ -50,7 +52,9 @@ class FSDPState;
 class FSDPParamGroup {
  public:
   struct Segment {
-    c10::ScalarType dtype = c10::ScalarType::Undefined;
+    c10::ScalarType dtype = c10::ScalarType::Undefined;     // of flat_shard
+    c10::ScalarType gathered = c10::ScalarType::Undefined;  // of the storage
+    c10::ScalarType reduce = c10::ScalarType::Undefined;    // of gradients
     bool trainable = true;  // when it was sharded
     std::vector<int> params;
     ShardLayout layout =
@@ -61,12 +65,20 @@ class FSDPParamGroup {
     size_t buffer_offset = 0;  // of this segment in the group's buffer
     CollectiveLabelPtr label;  // of its collectives
     CollectiveLabelPtr replicate_label;  // of those between replicas
+
+    bool is_cast() const { return gathered != dtype; }
+    int64_t unsharded_bytes() const {
+      return layout.unsharded_numel() *
+             static_cast<int64_t>(c10::elementSize(gathered));
+    }
   };
 
   // Copies this rank's rows. Every rank must pass equal parameters. Needs the
-  // memory of this rank's shards on top of the parameters.
+  // memory of this rank's shards on top of the parameters. Throws
+  // c10::ValueError for a policy that is none.
   FSDPParamGroup(const std::vector<OwnedParam>& owned,
-                 GroupCommunicators communicators);
+                 GroupCommunicators communicators,
+                 const MixedPrecisionPolicy& policy = {});
   ~FSDPParamGroup();
   FSDPParamGroup(const FSDPParamGroup&) = delete;
   FSDPParamGroup& operator=(const FSDPParamGroup&) = delete;
@@ -134,8 +146,14 @@ class FSDPParamGroup {
   // known.
   void SetNames(const std::string& group_fqn);
 
-  // The whole value of `param`, which is one of params(), while kUnsharded.
+  // The whole value of `param`, which is one of params(), while kUnsharded. In
+  // the gathered dtype.
   at::Tensor GatheredValue(const FSDPParam& param) const;
+  // Whether a segment is gathered in another dtype than its own.
+  bool is_cast() const;
+  // (collective) The flat whole of each segment in its own dtype, whatever the
+  // gathered one, in new memory: FSDPParam::WholeIn finds a parameter there.
+  std::vector<at::Tensor> GatherShards();
 
   // Throws c10::ValueError, naming the parameter, if a shard no longer points
   // into its flat shard, or a member that still exists is not the whole
@@ -178,6 +196,9 @@ class FSDPParamGroup {
   at::Tensor WholeBytes(const Segment& segment) const;
   static at::Tensor ShardBytes(const Segment& segment);
   void FreeWhole(BufferPool& pool);
+  // Casts the flat shard into this rank's part of `whole`, and returns that.
+  at::Tensor CastShardInto(const Segment& segment,
+                           const at::Tensor& whole) const;
 
   Communicator communicator_;
   std::optional<Communicator> replicate_;

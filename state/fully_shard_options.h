@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "collectives/device_mesh.h"
+#include "state/mixed_precision_policy.h"
 #include "state/reshard_after_forward.h"
 
 namespace composable {
@@ -31,6 +32,8 @@ struct FullyShardOptions {
   // which backward needs first, true for all others.
   // A number k: a part stays, see reshard_after_forward.h.
   TORCH_ARG(ReshardAfterForward, reshard_after_forward) = {};
+  // In which dtypes parameters are gathered, used and reduced.
+  TORCH_ARG(MixedPrecisionPolicy, mp_policy);
 
   // --- Performance; read from the root of the tree ---
   // Groups that may be gathered at one time, whether in use or ahead of use,

@@ -77,7 +77,7 @@ GradientReduction::GradientReduction(FSDPParamGroup& group)
     part.segment = static_cast<int>(s);
     part.shard_numel = segments[s].layout.shard_numel();
     const auto itemsize =
-        static_cast<int64_t>(c10::elementSize(segments[s].dtype));
+        static_cast<int64_t>(c10::elementSize(segments[s].reduce));
     part.chunk_numel = AlignUp(
         part.shard_numel + static_cast<int64_t>(segments[s].params.size()),
         std::max<int64_t>(1, 16 / std::gcd<int64_t>(16, itemsize)));
@@ -103,7 +103,7 @@ void GradientReduction::Pack(std::vector<at::Tensor> gradients,
   AbandonAtExit on_error(*this, pool);
   const int64_t world_size = group_.communicator().size();
   const auto bytes_of = [&](const Part& part) {
-    const auto dtype = group_.segments()[part.segment].dtype;
+    const auto dtype = group_.segments()[part.segment].reduce;
     return AlignUp(part.chunk_numel * world_size *
                        static_cast<int64_t>(c10::elementSize(dtype)),
                    kAlignment);
@@ -112,7 +112,7 @@ void GradientReduction::Pack(std::vector<at::Tensor> gradients,
   for (auto& part : parts_) {
     if (!IsActive(part)) continue;
     part.payload = chain_.AllocatePayload(
-        part.chunk_numel * world_size, group_.segments()[part.segment].dtype);
+        part.chunk_numel * world_size, group_.segments()[part.segment].reduce);
     if (!part.payload.defined()) bytes += bytes_of(part);
   }
   buffer_ = pool.Acquire(bytes);
@@ -126,7 +126,7 @@ void GradientReduction::Pack(std::vector<at::Tensor> gradients,
     const int64_t numel = part.chunk_numel * world_size;
     part.payload = internal::MakeTensor(
         internal::BorrowMemory(data, bytes_of(part)),
-        group_.segments()[part.segment].dtype, {numel}, {1}, 0);
+        group_.segments()[part.segment].reduce, {numel}, {1}, 0);
     data += bytes_of(part);
     PackPart(part, gradients);
   }
@@ -398,13 +398,28 @@ void GradientReduction::FinishParts(
       }
       return flags.const_data_ptr<double>()[k] != 0;
     };
-    const at::Tensor shard = Slice(part.reduced, 0, part.shard_numel);
+    at::Tensor shard = Slice(part.reduced, 0, part.shard_numel);
+    const auto dtype_of = [&](int i) {
+      return GradientDtype(part, group_.params()[i]);
+    };
+    const bool is_uniform = std::all_of(
+        indices.begin(), indices.end(),
+        [&](int i) { return dtype_of(i) == dtype_of(indices.front()); });
+    if (is_uniform) shard = shard.to(dtype_of(indices.front()));
     for (size_t k = 0; k < indices.size(); ++k) {
       FSDPParam& param = group_.params()[indices[k]];
       if (!param.sharded.requires_grad() || !any_rank_has(k)) continue;
-      take(param, param.RowsIn(shard));
+      at::Tensor rows = param.RowsIn(shard);
+      take(param, rows.scalar_type() == dtype_of(indices[k])
+                      ? std::move(rows)
+                      : rows.to(dtype_of(indices[k])));
     }
   }
+}
+
+c10::ScalarType GradientReduction::GradientDtype(const Part& part,
+                                                 const FSDPParam& param) {
+  return param.sharded.grad_dtype().value_or(part.reduced.scalar_type());
 }
 
 bool GradientReduction::IsUntrained() const {

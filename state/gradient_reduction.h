@@ -18,6 +18,11 @@
 // The sum over ranks is divided by their number, unless the settings say
 // otherwise: see Note [Gradient division].
 //
+// The payload, and what is pending, is of the segment's reduce dtype; gradients
+// of any dtype are cast while they are packed. What is reduced is cast to the
+// gradient dtype of each shard, at once for a segment that has one. A sum of
+// flags may be rounded in a short dtype, but never to 0.
+//
 // Note [Gradients that no optimizer uses]
 // An optimizer that does not hold the shards trains nothing, without an error.
 // What shows it: the gradient that a reduction set was cleared, or zeroed, and
@@ -113,6 +118,9 @@ class GradientReduction {
   void WriteFlags(const Part& part);
   void ClearKept();
   void ReleasePayload(BufferPool& pool);
+  // The dtype that the gradient of `param` is left in.
+  static c10::ScalarType GradientDtype(const Part& part,
+                                       const FSDPParam& param);
   // `alone`: without what is kept.
   void IssueParts(bool alone);
   // Hands the reduced rows of each parameter that has some to `take`.

@@ -57,7 +57,9 @@ at::Tensor RunShardHooks(const at::Tensor& shard, at::Tensor rows) {
   const bool ours = rows.use_count() == 1 &&
                     rows.strides() == shard.strides() &&
                     rows.is_non_overlapping_and_dense();
-  return ours ? rows : at::empty_like(shard).copy_(rows);
+  return ours ? rows
+              : at::empty_like(shard, shard.options().dtype(rows.dtype()))
+                    .copy_(rows);
 }
 
 void AccumulateShardGradient(const at::Tensor& shard, at::Tensor rows) {

@@ -321,7 +321,7 @@ class Recorded {
   }
   FullyShardOptions Options() const {
     FullyShardOptions options;
-    options.process_group(GroupOf(backend_));
+    options.mesh(GroupOf(backend_));
     options.forward_prefetch(false);  // as upstream
     const std::string freed = golden_.Get("reshard_after_forward", "none");
     if (freed != "none") options.reshard_after_forward(freed == "true");

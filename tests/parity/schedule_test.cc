@@ -42,7 +42,7 @@ struct Trained {
     auto pair = MakePair([] { return Mlp(); });
     plain = pair.plain;
     sharded = pair.sharded;
-    options.process_group(rank.group).forward_prefetch(false);
+    options.mesh(rank.group).forward_prefetch(false);
     for (auto& layer : {sharded->first, sharded->second, sharded->third}) {
       layers.push_back(fully_shard(layer, options));
     }
@@ -898,7 +898,7 @@ TEST(PayloadTest, FrozenParametersCostNoBytesAndOneRankNoCollective) {
   const auto backend =
       MakeManualBackend(1, [](const std::string& /*event*/) {});
   Mlp model;
-  fully_shard(model, FullyShardOptions().process_group(GroupOf(backend)));
+  fully_shard(model, FullyShardOptions().mesh(GroupOf(backend)));
   MlpLoss(model, 1).backward();
   EXPECT_EQ(backend->issued(), 0);
 }

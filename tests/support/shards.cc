@@ -23,7 +23,9 @@ at::Tensor LocalRows(const at::Tensor& parameter, const at::Tensor& whole) {
               "the tensor is a view of a shard, not a parameter");
   const auto& segment =
       entry.state->group()->segments()[entry.param->segment()];
-  const at::Tensor flat = at::zeros_like(segment.flat_shard);
+  const at::Tensor flat =
+      at::zeros_like(segment.flat_shard,
+                     segment.flat_shard.options().dtype(whole.scalar_type()));
   entry.param->CopyRowsFrom(whole.detach(), flat);
   return entry.param->RowsIn(flat);
 }
