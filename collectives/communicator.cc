@@ -159,6 +159,15 @@ int64_t Communicator::NextSerial() {
   return owned_->agreement == nullptr ? 0 : owned_->agreement->NextSerial();
 }
 
+std::vector<int64_t> Communicator::tally() const {
+  return owned_->agreement == nullptr ? std::vector<int64_t>(size_, 0)
+                                      : owned_->agreement->tally();
+}
+
+void Communicator::AddToTally(const std::vector<int64_t>& more) {
+  if (owned_->agreement != nullptr) owned_->agreement->AddToTally(more);
+}
+
 PendingCollectivePtr Communicator::Start(const Collective& collective,
                                          at::Tensor output, at::Tensor input) {
   BackendRef& ref = *owned_;

@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "collectives/communicator.h"
@@ -45,6 +46,34 @@ std::vector<std::shared_ptr<FSDPState>> StatesBelow(const Modules& modules) {
   return states;
 }
 
+// Asks the functions of `options` about each parameter.
+void ResolvePlacements(const FullyShardOptions& options, int world_size,
+                       std::vector<OwnedParam>& owned) {
+  for (OwnedParam& param : owned) {
+    std::optional<Placement> placement;
+    if (options.shard_placement_fn() != nullptr) {
+      placement = options.shard_placement_fn()(param.name, param.parameter);
+    }
+    param.placement =
+        ResolvePlacement(placement, param.name, param.parameter, world_size);
+    if (options.all_gather_extension_fn() == nullptr) continue;
+    param.extension =
+        options.all_gather_extension_fn()(param.name, param.parameter);
+    if (param.extension == nullptr) continue;
+    TORCH_CHECK_VALUE(
+        param.placement.kind == Placement::Kind::kRagged ||
+            param.placement.kind == Placement::Kind::kShard,
+        "fully_shard: all_gather_extension_fn gave an extension for parameter "
+        "'",
+        param.name, "' of sizes ", param.parameter.sizes(),
+        ", whose placement is ", ToString(param.placement),
+        ": expected Shard(dim), or none for Shard(0).");
+    if (param.placement.kind == Placement::Kind::kRagged) {
+      param.placement = composable::Shard(0);
+    }
+  }
+}
+
 std::shared_ptr<FSDPState> Shard(const Modules& modules,
                                  const FullyShardOptions& options) {
   CheckGuard();
@@ -52,7 +81,8 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
                     "fully_shard: expected limit_all_gathers of at least 1, "
                     "got ",
                     options.limit_all_gathers(), ".");
-  const ManagedParams managed = CollectManagedParams(modules, kFullyShardApi);
+  ManagedParams managed =
+      CollectManagedParams(modules, kFullyShardApi, options.ignored_params());
   const auto below = StatesBelow(modules);
   for (const auto& state : below) {
     if (const auto context = state->tree()) ResetTree(context);
@@ -62,10 +92,16 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
     const auto process_group = options.process_group() != nullptr
                                    ? options.process_group()
                                    : default_process_group();
-    group = std::make_unique<FSDPParamGroup>(
-        managed.owned, Communicator(process_group, c10::kCPU));
+    const Communicator communicator(process_group, c10::kCPU);
+    ResolvePlacements(options, communicator.size(), managed.owned);
+    group = std::make_unique<FSDPParamGroup>(managed.owned, communicator);
   }
-  auto state = std::make_shared<FSDPState>(modules, options, std::move(group));
+  // The functions might own the modules.
+  FullyShardOptions kept = options;
+  kept.shard_placement_fn(nullptr).all_gather_extension_fn(nullptr);
+  kept.ignored_params({});
+  auto state = std::make_shared<FSDPState>(modules, kept, std::move(group));
+  state->ignored = std::make_unique<IgnoredParams>(options.ignored_params());
   state->undo = [tied = managed.tied] { UntieFromShards(tied); };
   if (state->group() != nullptr) {
     state->group()->Attach(state, GradientSinkFactory(state));

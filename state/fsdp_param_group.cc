@@ -63,30 +63,35 @@ void FSDPParamGroup::BuildSegments() {
     auto it = std::find_if(
         segments_.begin(), segments_.end(), [&](const Segment& segment) {
           return segment.dtype == parameter.scalar_type() &&
-                 segment.trainable == parameter.requires_grad();
+                 segment.trainable == parameter.requires_grad() &&
+                 segment.kind == SegmentKindOf(params_[i]);
         });
     if (it == segments_.end()) {
       Segment segment;
       segment.dtype = parameter.scalar_type();
       segment.trainable = parameter.requires_grad();
+      segment.kind = SegmentKindOf(params_[i]);
       it = segments_.insert(segments_.end(), std::move(segment));
     }
     it->params.push_back(static_cast<int>(i));
   }
+  const std::vector<int64_t> owned_before = communicator_.tally();
+  std::vector<int64_t> owned_bytes = owned_before;
   for (size_t s = 0; s < segments_.size(); ++s) {
     Segment& segment = segments_[s];
-    const auto itemsize = static_cast<int64_t>(c10::elementSize(segment.dtype));
-    std::vector<ParamExtent> extents;
-    for (const int i : segment.params) extents.push_back(params_[i].extent());
-    segment.layout = ShardLayout::Plan(
-        extents, {.world_size = communicator_.size(), .itemsize = itemsize});
+    const SegmentPlan plan =
+        PlanSegment({.index = static_cast<int>(s),
+                     .kind = segment.kind,
+                     .dtype = segment.dtype},
+                    communicator_.rank(), communicator_.size(), params_,
+                    segment.params, owned_bytes);
+    segment.layout = plan.layout;
+    segment.whole_bytes = plan.whole_numel * c10::elementSize(segment.dtype);
     segment.buffer_offset = unsharded_bytes_;
-    unsharded_bytes_ += RoundUp(segment.layout.unsharded_numel() * itemsize);
+    unsharded_bytes_ += RoundUp(segment.whole_bytes);
     bool has_empty = false;
-    for (size_t k = 0; k < segment.params.size(); ++k) {
-      FSDPParam& param = params_[segment.params[k]];
-      param.Place(static_cast<int>(s), k, segment.layout, communicator_.rank());
-      const ShardRange local = param.local_range();
+    for (const int i : segment.params) {
+      const ShardRange local = params_[i].local_range();
       has_empty |= local.begin == local.end;
     }
     // Shards without rows have places of their own behind it.
@@ -95,8 +100,21 @@ void FSDPParamGroup::BuildSegments() {
         has_empty ? static_cast<int64_t>(segment.params.size()) : 0;
     segment.flat_shard =
         at::zeros({numel + places}, segment.dtype).narrow(0, 0, numel);
-    for (const int i : segment.params) MakeShard(params_[i], segment);
+    std::vector<const FSDPParam*> in_order;
+    for (const int i : segment.params) {
+      MakeShard(params_[i], segment);
+      in_order.push_back(&params_[i]);
+    }
+    if (plan.staged) {
+      segment.staged = std::make_unique<StagedGather>(
+          std::move(in_order), segment.layout, segment.flat_shard,
+          communicator_.rank());
+    }
   }
+  for (size_t r = 0; r < owned_bytes.size(); ++r) {
+    owned_bytes[r] -= owned_before[r];
+  }
+  owned_bytes_ = std::move(owned_bytes);
 }
 
 void FSDPParamGroup::MakeShard(FSDPParam& param, const Segment& segment) {
@@ -124,8 +142,7 @@ void FSDPParamGroup::Attach(const std::shared_ptr<FSDPState>& state,
   try {
     for (size_t s = 0; s < segments_.size(); ++s) {
       Segment& segment = segments_[s];
-      auto storage = internal::MakeEmptyStorage(
-          segment.layout.unsharded_numel() * c10::elementSize(segment.dtype));
+      auto storage = internal::MakeEmptyStorage(segment.whole_bytes);
       segment.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(storage);
       new_storages_.push_back(storage);
       internal::SetOwner(*storage, state);
@@ -176,6 +193,7 @@ void FSDPParamGroup::TakeOver() {
 }
 
 void FSDPParamGroup::CommitAttach() noexcept {
+  communicator_.AddToTally(owned_bytes_);
   originals_.clear();
   new_storages_.clear();
 }
@@ -226,8 +244,14 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
   dirty_ = false;
   try {
     for (const auto& segment : segments_) {
+      StagedGather::Transfer transfer;
+      if (segment.staged != nullptr) {
+        transfer = segment.staged->Begin(segment.flat_shard, pool);
+      } else {
+        transfer = {WholeBytes(segment), ShardBytes(segment)};
+      }
       gathers_.push_back(communicator_.AllGather(
-          WholeBytes(segment), ShardBytes(segment), segment.label));
+          transfer.output, transfer.input, segment.label));
     }
   } catch (...) {
     Reshard(pool);
@@ -236,8 +260,7 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
 }
 
 at::Tensor FSDPParamGroup::WholeBytes(const Segment& segment) const {
-  const auto bytes = static_cast<int64_t>(segment.layout.unsharded_numel() *
-                                          c10::elementSize(segment.dtype));
+  const auto bytes = static_cast<int64_t>(segment.whole_bytes);
   return internal::MakeTensor(
       internal::BorrowMemory(
           static_cast<char*>(buffer_->data) + segment.buffer_offset, bytes),
@@ -258,8 +281,15 @@ at::Tensor FSDPParamGroup::ShardBytes(const Segment& segment) {
 
 void FSDPParamGroup::WaitUnshard(BufferPool& pool) {
   if (sharded_state_ != ShardedState::kUnsharding) return;
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
   try {
     for (const auto& gather : gathers_) gather->Wait();
+    for (const auto& segment : segments_) {
+      if (segment.staged == nullptr) continue;
+      segment.staged->CopyTo(internal::StorageOf(WholeBytes(segment)));
+      segment.staged->Release(pool);
+    }
   } catch (...) {
     Reshard(pool);
     throw;
@@ -278,6 +308,7 @@ void FSDPParamGroup::Reshard(BufferPool& pool) {
   if (is_sharded()) return;
   gathers_.clear();  // waits
   for (const auto& segment : segments_) {
+    if (segment.staged != nullptr) segment.staged->Release(pool);
     if (const auto storage = segment.storage.lock()) {
       internal::DropData(*storage);
     }
@@ -401,7 +432,12 @@ void FSDPParamGroup::LabelCollectives(const std::string& group_fqn) {
     uint64_t plan = HashMix(segment.layout.fingerprint(),
                             static_cast<uint64_t>(segment.dtype));
     plan = HashMix(plan, segment.trainable ? 1 : 0);
+    plan = HashMix(plan, static_cast<uint64_t>(segment.kind));
+    if (segment.staged != nullptr) {
+      plan = HashMix(plan, segment.staged->fingerprint());
+    }
     for (const int i : segment.params) {
+      plan = HashMix(plan, static_cast<uint64_t>(params_[i].placement.dim));
       plan = HashMix(plan, HashString(params_[i].fqn));
     }
     segment.label = MakeCollectiveLabel(group_fqn, plan, serial_);
@@ -450,6 +486,17 @@ int FSDPParamGroup::FindParam(int segment, int64_t storage_offset) const {
                                return offset < params_[index].offset();
                              });
   return it == indices.begin() ? indices.front() : *(it - 1);
+}
+
+size_t FSDPParamGroup::gathered_bytes() const {
+  size_t bytes = 0;
+  for (const auto& segment : segments_) {
+    bytes += segment.staged != nullptr
+                 ? segment.staged->gathered_bytes()
+                 : RoundUp(segment.layout.unsharded_numel() *
+                           c10::elementSize(segment.dtype));
+  }
+  return bytes;
 }
 
 size_t FSDPParamGroup::sharded_bytes() const {

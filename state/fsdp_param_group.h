@@ -1,12 +1,13 @@
 // The parameters that are gathered and reduced together.
 //
-// Parameters of one dtype, trainable or frozen when they were sharded, form a
-// segment; a group is usually one segment. Each segment has a flat shard (this
-// rank's part, always there), an unsharded storage that all its parameters are
-// views of, and a layout that makes the ranks' flat shards, one after the
-// other, equal to the unsharded buffer. So unsharding is: point the storage to
-// a buffer, all-gather into it. Resharding is: take the buffer away. Neither
-// copies, and neither costs work per parameter.
+// Parameters of one dtype and kind of placement, trainable or frozen when they
+// were sharded, form a segment; a group is usually one segment. Each segment has
+// a flat shard (this rank's part, always there), an unsharded storage that all
+// its parameters are views of, and a layout that makes the ranks' flat shards,
+// one after the other, equal to the unsharded buffer. So unsharding is: point
+// the storage to a buffer, all-gather into it. Resharding is: take the buffer
+// away. Neither copies, and neither costs work per parameter. The exceptions,
+// Shard(dim) and all-gather extensions, are gathered by way of a staging buffer.
 //
 //   group.IssueUnshard(pool);   // returns at once
 //   group.WaitUnshard(pool);    // parameters may be read
@@ -34,7 +35,9 @@
 #include "collectives/communicator.h"
 #include "state/compatibility.h"
 #include "state/fsdp_param.h"
+#include "state/segment_plan.h"
 #include "state/shard_layout.h"
+#include "state/staged_gather.h"
 #include "state/tensor_access.h"
 #include "state/training_state.h"
 
@@ -48,8 +51,13 @@ class FSDPParamGroup {
     c10::ScalarType dtype = c10::ScalarType::Undefined;
     bool trainable = true;  // when it was sharded
     std::vector<int> params;
+    SegmentKind kind = SegmentKind::kRagged;
+    // Of the gathered buffer: the ranks' flat shards.
     ShardLayout layout =
         ShardLayout::Plan({}, {.world_size = 1, .itemsize = 1});
+    size_t whole_bytes = 0;  // of the unsharded storage
+    // Where that is not the gathered buffer; else null.
+    std::unique_ptr<StagedGather> staged;
     at::Tensor flat_shard;
     c10::weak_intrusive_ptr<c10::StorageImpl> storage{
         c10::intrusive_ptr<c10::StorageImpl>()};
@@ -130,7 +138,10 @@ class FSDPParamGroup {
   std::vector<FSDPParam>& params() { return params_; }
   const std::vector<Segment>& segments() const { return segments_; }
   Communicator& communicator() { return communicator_; }
+  // Of the whole parameters, in memory while they are gathered.
   size_t unsharded_bytes() const { return unsharded_bytes_; }
+  // That the all-gathers write.
+  size_t gathered_bytes() const;
   size_t sharded_bytes() const;
 
  private:
@@ -139,9 +150,9 @@ class FSDPParamGroup {
   void TakeOver();
   NodePtr Sink();
   void LabelCollectives(const std::string& group_fqn);
-  // What a gather writes and reads. As bytes, so that every dtype can be
-  // gathered; the former not over the segment's storage, because a gather in
-  // flight must not keep its own group alive.
+  // What a gather that is not staged writes and reads. As bytes, so that every
+  // dtype can be gathered; the former not over the segment's storage, because a
+  // gather in flight must not keep its own group alive.
   at::Tensor WholeBytes(const Segment& segment) const;
   static at::Tensor ShardBytes(const Segment& segment);
 
@@ -150,6 +161,7 @@ class FSDPParamGroup {
   std::vector<Segment> segments_;
   size_t unsharded_bytes_ = 0;
   int64_t serial_ = 0;
+  std::vector<int64_t> owned_bytes_;  // per rank, by Owned() without a rank
   std::function<NodePtr()> make_sink_;
   WeakNodePtr sink_{NodePtr()};  // it holds the state
   // Between Attach() and its end: what the parameters were, and their storages.

@@ -4,12 +4,16 @@
 //                                      .reshard_after_forward(false));
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/arg.h>
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "collectives/process_group.h"
+#include "state/all_gather_extension.h"
+#include "state/placement.h"
 
 namespace composable {
 
@@ -27,6 +31,15 @@ struct FullyShardOptions {
   // saves the gather in backward. Default: false for the root of the tree,
   // which backward needs first, true for all others.
   TORCH_ARG(std::optional<bool>, reshard_after_forward) = std::nullopt;
+
+  // How each parameter is spread over the ranks; null: RaggedShard() for all.
+  TORCH_ARG(ShardPlacementFn, shard_placement_fn) = nullptr;
+  // What travels in place of a shard when it is gathered; null: the shard.
+  TORCH_ARG(AllGatherExtensionFn, all_gather_extension_fn) = nullptr;
+  // Parameters below the modules of this call that stay as they are: whole,
+  // plain, with gradients of this rank alone. Calls on modules above leave them
+  // alone too, while the modules of this call live.
+  TORCH_ARG(std::vector<at::Tensor>, ignored_params) = {};
 
   // --- Performance; read from the root of the tree ---
   // Groups that may be gathered at one time, whether in use or ahead of use,
