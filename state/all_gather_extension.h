@@ -31,8 +31,6 @@
 // of the first, with zeros, so what is made of it has the same size on every
 // rank without any work of the extension. Gradients, optimizers and state dicts
 // see the shard and the whole parameter as without one.
-//
-// Two ready ones are in composable/wire_formats.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

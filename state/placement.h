@@ -9,28 +9,26 @@
 //                    return std::nullopt;  // RaggedShard()
 //                  }));
 //
-//   RaggedShard()  Whole rows, as many on each rank as fill the group's buffer
-//                  evenly: a rank may hold none of one parameter and all of
-//                  another. Gathers and reductions copy nothing. The default.
-//   Shard(dim)     Chunks of ceil(n / ranks) along `dim`, as FSDP2 cuts, so the
-//                  last ranks may hold less or nothing: shape (0, ...) where dim
-//                  is 0. The shard and its gradient are contiguous, the whole
-//                  parameter keeps its strides. A gather copies the group's
-//                  chunks into place, once, and needs their memory until then;
-//                  a lone contiguous Shard(0) of a group does not.
-//   Owned(rank)    All of it on one rank, shape (0, ...) on the others: for
-//                  optimizers that need whole matrices, such as Muon. Without a
-//                  rank, owners are chosen so that the ranks hold about equal
-//                  bytes, also over several calls on one process group of
-//                  init_process_group. A group's buffer is as large as its
-//                  largest rank's part times the ranks, so own about as many
-//                  equal parameters in one group as there are ranks, or more.
-//                  Operators that an optimizer runs on the whole gradient need a
-//                  composable::AllowShardMath, since a guard can't tell it from
-//                  a part.
-//   Replicate()    All of it on every rank, and so in every rank's part of the
-//                  gather and the reduction: for a few elements. What scalars
-//                  get.
+// What there is:
+//  * RaggedShard(): whole rows, as many on each rank as fill the group's buffer
+//    evenly, so a rank may hold none of one parameter and all of another.
+//    Gathers and reductions copy nothing. The default.
+//  * Shard(dim): chunks of ceil(n / ranks) along `dim`, as FSDP2 cuts, so the
+//    last ranks may hold less or nothing: shape (0, ...) where dim is 0. The
+//    shard and its gradient are contiguous, the whole parameter keeps its
+//    strides. A gather copies the group's chunks into place, once, and needs
+//    their memory until then, except for a contiguous Shard(0) that is alone in
+//    its group.
+//  * Owned(rank): all of it on one rank, shape (0, ...) on the others, for
+//    optimizers that need whole matrices, such as Muon. Without a rank, owners
+//    are chosen so that the ranks hold about equal bytes, also over several
+//    calls on one process group of init_process_group. A group's buffer is as
+//    large as its largest rank's part times the ranks, so own about as many
+//    equal parameters in one group as there are ranks, or more. Operators that
+//    sum over the whole gradient need a composable::AllowShardMath, since the
+//    guard can't tell it from a part.
+//  * Replicate(): all of it on every rank, and so in every rank's part of the
+//    gather and the reduction, for a few elements. What scalars get.
 #pragma once
 
 #include <ATen/core/Tensor.h>

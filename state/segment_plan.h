@@ -1,10 +1,10 @@
 // Which parameters of a group travel together, and where they lie.
 //
-//   composable::SegmentKind kind = composable::SegmentKindOf(param);
-//   // for all `indices` of one kind:
+//   // For all `indices` of one kind:
+//   composable::SegmentKind kind = composable::SegmentKindOf(params[indices[0]]);
 //   composable::SegmentPlan plan = composable::PlanSegment(
-//       {.index = 0, .kind = kind, .dtype = at::kFloat}, communicator.rank(),
-//       communicator.size(), params, indices, owned_bytes);
+//       {.index = 0, .kind = kind, .dtype = at::kFloat}, /*rank=*/0,
+//       /*world_size=*/2, params, indices, owned_bytes);
 #pragma once
 
 #include <c10/core/ScalarType.h>

@@ -10,7 +10,11 @@
 #include <string>
 #include <vector>
 
+#include "state/chunks.h"
 #include "state/fsdp_state.h"
+#include "state/ignored_params.h"
+#include "state/segment_plan.h"
+#include "state/staged_gather.h"
 #include "tests/composable/semantics.h"
 
 namespace composable {
@@ -99,7 +103,7 @@ TEST(PlacementTest, ShardOneIsContiguousAndMayBeUneven) {
     ExactRanks(world_size, [](RankContext& rank) {
       auto [plain, sharded] = MakePair([] { return Linear(5, 3); });
       fully_shard(sharded, rank.options().shard_placement_fn(
-                               [](const std::string&, const Tensor& p) {
+                               [](const std::string&, const Tensor&) {
                                  return std::optional<Placement>(Shard(-1));
                                }));
       const Tensor shard = sharded->named_parameters()["weight"];
@@ -337,6 +341,100 @@ TEST(ExtensionErrors, OtherSizesNameTheParameter) {
         },
         {"'weight'", "as in the first call"});
   });
+}
+
+// --- Examples of headers ---
+
+[[maybe_unused]] void PlacementExample(const Linear& block) {
+  // example-begin state/placement.h
+  composable::fully_shard(
+      block, composable::FullyShardOptions().shard_placement_fn(
+                 [](const std::string& fqn, const at::Tensor& parameter)
+                     -> std::optional<composable::Placement> {
+                   if (fqn == "output.weight") return composable::Shard(1);
+                   if (parameter.dim() == 2) return composable::Owned();
+                   return std::nullopt;  // RaggedShard()
+                 }));
+  // example-end
+}
+
+// example-begin state/all_gather_extension.h
+struct HalfOnTheWire : composable::AllGatherExtension {
+  composable::AllGatherInputs PreAllGather(
+      const at::Tensor& shard,
+      const composable::AllGatherContext& /*context*/) override {
+    return {{shard.to(at::kHalf)}, {}};
+  }
+  void PostAllGather(const std::vector<at::Tensor>& outputs,
+                     const std::any& /*metadata*/,
+                     const composable::AllGatherContext& context,
+                     const at::Tensor& out) override {
+    composable::UnstackChunks(outputs[0], context.dim, out);
+  }
+};
+// example-end
+
+[[maybe_unused]] void ExtensionExample(const Linear& block) {
+  // example-begin state/all_gather_extension.h
+  composable::fully_shard(
+      block, composable::FullyShardOptions().all_gather_extension_fn(
+                 [](const std::string& /*fqn*/, const at::Tensor& parameter)
+                     -> std::shared_ptr<composable::AllGatherExtension> {
+                   if (parameter.dim() < 2) return nullptr;  // as it is
+                   return std::make_shared<HalfOnTheWire>();
+                 }));
+  // example-end
+}
+
+TEST(PlacementHeaders, Chunks) {
+  // example-begin state/chunks.h
+  // A [7, 3] parameter over 3 ranks: rows 0 to 2, 3 to 5, and 6.
+  const auto chunks = composable::Chunks::Along(0, {7, 3}, /*world_size=*/3);
+  const int64_t padded = chunks.numel();    // 9
+  const int64_t mine = chunks.numel_of(2);  // 3
+  // example-end
+  EXPECT_EQ(padded, 9);
+  EXPECT_EQ(mine, 3);
+}
+
+TEST(PlacementHeaders, IgnoredParams) {
+  Scaled model;
+  // example-begin state/ignored_params.h
+  const composable::IgnoredParams ignored({model->scale});
+  composable::IgnoredParams::Contains(model->scale);  // true, while it lives
+  // example-end
+  EXPECT_TRUE(IgnoredParams::Contains(model->scale));
+  EXPECT_FALSE(IgnoredParams::Contains(model->inner->bias));
+}
+
+TEST(PlacementHeaders, SegmentPlan) {
+  const Tensor tensor = torch::zeros({7, 3});
+  std::vector<FSDPParam> params;
+  params.emplace_back(
+      OwnedParam{.parameter = tensor, .name = "w", .slots = {}});
+  std::vector<int> indices = {0};
+  std::vector<int64_t> owned_bytes(2);
+  // example-begin state/segment_plan.h
+  // For all `indices` of one kind:
+  composable::SegmentKind kind = composable::SegmentKindOf(params[indices[0]]);
+  composable::SegmentPlan plan = composable::PlanSegment(
+      {.index = 0, .kind = kind, .dtype = at::kFloat}, /*rank=*/0,
+      /*world_size=*/2, params, indices, owned_bytes);
+  // example-end
+  EXPECT_FALSE(plan.staged);
+}
+
+[[maybe_unused]] void StagedGatherExample(
+    StagedGather& gather, const Tensor& flat_shard, BufferPool& pool,
+    Communicator& communicator,
+    const c10::intrusive_ptr<c10::StorageImpl>& whole_storage) {
+  // example-begin state/staged_gather.h
+  auto transfer = gather.Begin(flat_shard, pool);  // packs what is sent
+  auto pending = communicator.AllGather(transfer.output, transfer.input);
+  pending->Wait();
+  gather.CopyTo(whole_storage);  // one pass over it
+  gather.Release(pool);
+  // example-end
 }
 
 // --- Ignored parameters ------------------------------------------------------
