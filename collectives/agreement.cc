@@ -80,11 +80,25 @@ std::shared_ptr<OrderAgreement> OrderAgreement::Of(
 
 OrderAgreement::OrderAgreement(c10::intrusive_ptr<c10d::Store> store, int rank,
                                int size, std::chrono::milliseconds timeout)
-    : store_(std::move(store)), rank_(rank), size_(size), timeout_(timeout) {}
+    : store_(std::move(store)),
+      rank_(rank),
+      size_(size),
+      timeout_(timeout),
+      tally_(size, 0) {}
 
 int64_t OrderAgreement::NextSerial() {
   const absl::MutexLock lock(&mutex_);
   return ++serials_;
+}
+
+std::vector<int64_t> OrderAgreement::tally() {
+  const absl::MutexLock lock(&mutex_);
+  return tally_;
+}
+
+void OrderAgreement::AddToTally(const std::vector<int64_t>& more) {
+  const absl::MutexLock lock(&mutex_);
+  for (size_t r = 0; r < tally_.size(); ++r) tally_[r] += more[r];
 }
 
 void OrderAgreement::ThrowIfBroken() {

@@ -82,6 +82,10 @@ class OrderAgreement {
   // same order, get the same numbers.
   int64_t NextSerial();
 
+  // See Communicator::tally.
+  std::vector<int64_t> tally();
+  void AddToTally(const std::vector<int64_t>& more);
+
  private:
   // Answers the present exchange: with `next` or, if it is null, with that this
   // rank went on as foretold. Returns if all ranks agree.
@@ -116,6 +120,7 @@ class OrderAgreement {
   int64_t issued_ ABSL_GUARDED_BY(mutex_) = 0;     // collectives so far
   int64_t exchanges_ ABSL_GUARDED_BY(mutex_) = 0;  // ended
   int64_t serials_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::vector<int64_t> tally_ ABSL_GUARDED_BY(mutex_);  // one per rank
   // Of the exchange before, and of the present one: what this rank deletes.
   std::vector<std::string> previous_keys_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::string> present_keys_ ABSL_GUARDED_BY(mutex_);

@@ -166,6 +166,15 @@ c10::intrusive_ptr<c10d::ProcessGroup> Communicator::group() const {
   return owned_->group;
 }
 
+std::vector<int64_t> Communicator::tally() const {
+  return owned_->agreement == nullptr ? std::vector<int64_t>(size_, 0)
+                                      : owned_->agreement->tally();
+}
+
+void Communicator::AddToTally(const std::vector<int64_t>& more) {
+  if (owned_->agreement != nullptr) owned_->agreement->AddToTally(more);
+}
+
 PendingCollectivePtr Communicator::Start(const Collective& collective,
                                          at::Tensor output, at::Tensor input,
                                          const Poster& custom) {

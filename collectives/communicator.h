@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "collectives/collective_label.h"
 
@@ -61,6 +62,11 @@ class Communicator {
   // A number for a label, so that equal modules are told apart: how many times
   // this was called on the process group. 0 where the order is not checked.
   int64_t NextSerial();
+
+  // A number per rank that callers keep over the process group, alike on all
+  // ranks: such as bytes given to each. Zeros where the order is not checked.
+  std::vector<int64_t> tally() const;
+  void AddToTally(const std::vector<int64_t>& more);
 
   // `label` names a collective in errors, and holds what must be equal on all
   // ranks. They throw c10::DistError if the ranks are not about to run the same

@@ -102,8 +102,15 @@ double clip_grad_norm_(const std::vector<at::Tensor>& parameters,
     }
     const at::Tensor& gradient = parameter.grad();
     if (!gradient.defined()) continue;
-    part->value = norm.Combine(part->value, norm.OfGradient(gradient));
     gradients.push_back(gradient);
+    // What every rank holds counts on one.
+    const FSDPParam* param = FindShardedEntry(parameter).param;
+    if (param != nullptr &&
+        param->placement.kind == Placement::Kind::kReplicate &&
+        communicator->rank() != 0) {
+      continue;
+    }
+    part->value = norm.Combine(part->value, norm.OfGradient(gradient));
   }
   double total = 0;
   for (const Part& part : parts) {

@@ -46,6 +46,34 @@ std::vector<std::shared_ptr<FSDPState>> StatesBelow(const Modules& modules) {
   return states;
 }
 
+// Asks the functions of `options` about each parameter.
+void ResolvePlacements(const FullyShardOptions& options, int world_size,
+                       std::vector<OwnedParam>& owned) {
+  for (OwnedParam& param : owned) {
+    std::optional<Placement> placement;
+    if (options.shard_placement_fn() != nullptr) {
+      placement = options.shard_placement_fn()(param.name, param.parameter);
+    }
+    param.placement =
+        ResolvePlacement(placement, param.name, param.parameter, world_size);
+    if (options.all_gather_extension_fn() == nullptr) continue;
+    param.extension =
+        options.all_gather_extension_fn()(param.name, param.parameter);
+    if (param.extension == nullptr) continue;
+    TORCH_CHECK_VALUE(
+        param.placement.kind == Placement::Kind::kRagged ||
+            param.placement.kind == Placement::Kind::kShard,
+        "fully_shard: all_gather_extension_fn gave an extension for parameter "
+        "'",
+        param.name, "' of sizes ", param.parameter.sizes(),
+        ", whose placement is ", ToString(param.placement),
+        ": expected Shard(dim), or none for Shard(0).");
+    if (param.placement.kind == Placement::Kind::kRagged) {
+      param.placement = composable::Shard(0);
+    }
+  }
+}
+
 std::shared_ptr<FSDPState> Shard(const Modules& modules,
                                  const FullyShardOptions& options) {
   CheckGuard();
@@ -54,12 +82,14 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
                     "got ",
                     options.limit_all_gathers(), ".");
   CheckMesh(options.mesh());
-  const ManagedParams managed = CollectManagedParams(modules, kFullyShardApi);
+  ManagedParams managed =
+      CollectManagedParams(modules, kFullyShardApi, options.ignored_params());
   std::optional<GroupCommunicators> communicators;
   FullyShardOptions resolved = options;
   if (!managed.owned.empty()) {
     communicators = MakeGroupCommunicators(options.mesh(), c10::kCPU,
                                            resolved.reshard_after_forward());
+    ResolvePlacements(options, communicators->shard.size(), managed.owned);
   }
   const auto below = StatesBelow(modules);
   for (const auto& state : below) {
@@ -70,7 +100,11 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
     group = std::make_unique<FSDPParamGroup>(managed.owned, *communicators,
                                              options.mp_policy());
   }
+  // The functions might own the modules.
+  resolved.shard_placement_fn(nullptr).all_gather_extension_fn(nullptr);
+  resolved.ignored_params({});
   auto state = std::make_shared<FSDPState>(modules, resolved, std::move(group));
+  state->ignored = std::make_unique<IgnoredParams>(options.ignored_params());
   state->undo = [tied = managed.tied] { UntieFromShards(tied); };
   if (state->group() != nullptr) {
     state->group()->Attach(state, GradientSinkFactory(state));

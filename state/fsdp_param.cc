@@ -13,6 +13,8 @@ FSDPParam::FSDPParam(const OwnedParam& owned)
     : fqn(owned.name),
       shared_name(std::make_shared<std::string>(owned.name)),
       slots(owned.slots),
+      placement(owned.placement),
+      extension(owned.extension),
       unsharded_(owned.parameter.getIntrusivePtr()),
       dtypes_{owned.parameter.scalar_type(), owned.parameter.scalar_type(),
               owned.parameter.scalar_type()},
@@ -48,17 +50,19 @@ ParamExtent FSDPParam::extent() const {
 void FSDPParam::Place(int segment, size_t index, const ShardLayout& layout,
                       int rank) {
   segment_ = segment;
-  placement_ = layout.placement(index);
+  place_ = layout.placement(index);
   local_ = layout.range(index, rank);
   local_offset_ =
       local_.begin == local_.end
           ? layout.shard_numel() + static_cast<int64_t>(index)
-          : placement_.offset + local_.begin - rank * layout.shard_numel();
+          : place_.offset + local_.begin - rank * layout.shard_numel();
   const int64_t elements = local_.end - local_.begin;
   const int64_t row = numel_ / rows_;
   local_sizes_ = sizes_;
   local_strides_ = strides_;
-  if (placement_.granularity == row) {
+  if (placement.kind == Placement::Kind::kOwned) {
+    if (elements == 0) local_sizes_[0] = 0;
+  } else if (place_.granularity == row) {
     local_sizes_[memory_order_[0]] = elements / row;
   } else {
     // Cut between elements: one column of them, with the number of dimensions
@@ -67,6 +71,30 @@ void FSDPParam::Place(int segment, size_t index, const ShardLayout& layout,
     std::fill(local_strides_.begin(), local_strides_.end(), 1);
     local_sizes_[0] = elements;
   }
+}
+
+Chunks FSDPParam::ChunksFor(int world_size) const {
+  return placement.kind == Placement::Kind::kShard
+             ? Chunks::Along(placement.dim, sizes_, world_size)
+             : Chunks::Copies(sizes_, strides_, world_size);
+}
+
+bool FSDPParam::is_contiguous() const {
+  return std::is_sorted(
+      memory_order_.begin(),
+      memory_order_.end() - std::count(sizes_.begin(), sizes_.end(), 1));
+}
+
+void FSDPParam::PlaceChunk(int segment, size_t index, const ShardLayout& layout,
+                           int rank, int64_t whole_offset) {
+  segment_ = segment;
+  rank_ = rank;
+  place_ = {.offset = whole_offset, .granularity = 1};
+  chunks_ = ChunksFor(static_cast<int>(layout.world_size()));
+  local_ = {0, chunks_->numel_of(rank)};
+  local_offset_ = layout.placement(index).offset;
+  local_sizes_ = chunks_->sizes_of(rank);
+  local_strides_ = chunks_->strides_of(rank);
 }
 
 at::Tensor FSDPParam::InMemoryOrder(const at::Tensor& whole) const {
@@ -89,6 +117,10 @@ void FSDPParam::CopyElements(const at::Tensor& whole, int64_t begin,
 void FSDPParam::CopyRowsFrom(const at::Tensor& whole,
                              const at::Tensor& flat_shard) const {
   if (local_.begin == local_.end) return;
+  if (chunks_) {
+    RowsIn(flat_shard).copy_(chunks_->PartOf(whole, rank_));
+    return;
+  }
   CopyElements(whole, local_.begin, local_.end,
                flat_shard.narrow(0, local_offset_, local_.end - local_.begin));
 }
@@ -96,9 +128,15 @@ void FSDPParam::CopyRowsFrom(const at::Tensor& whole,
 at::Tensor FSDPParam::RowsOf(const at::Tensor& whole) const {
   const at::Tensor flat = at::empty({local_.end - local_.begin},
                                     whole.options().layout(c10::kStrided));
-  CopyElements(whole, local_.begin, local_.end, flat);
-  return internal::MakeTensor(internal::StorageOf(flat), flat.scalar_type(),
-                              local_sizes_, local_strides_, 0);
+  const at::Tensor rows =
+      internal::MakeTensor(internal::StorageOf(flat), flat.scalar_type(),
+                           local_sizes_, local_strides_, 0);
+  if (chunks_) {
+    rows.copy_(chunks_->PartOf(whole, rank_));
+  } else {
+    CopyElements(whole, local_.begin, local_.end, flat);
+  }
+  return rows;
 }
 
 at::Tensor FSDPParam::RowsIn(const at::Tensor& flat) const {
@@ -115,8 +153,7 @@ at::Tensor FSDPParam::WholeIn(
 at::Tensor FSDPParam::WholeIn(
     const c10::intrusive_ptr<c10::StorageImpl>& storage,
     c10::ScalarType dtype) const {
-  return internal::MakeTensor(storage, dtype, sizes_, strides_,
-                              placement_.offset);
+  return internal::MakeTensor(storage, dtype, sizes_, strides_, place_.offset);
 }
 
 at::Tensor FSDPParam::unsharded() const {

@@ -25,8 +25,11 @@
 #include <string>
 #include <vector>
 
+#include "state/all_gather_extension.h"
+#include "state/chunks.h"
 #include "state/compatibility.h"
 #include "state/param_dtypes.h"
+#include "state/placement.h"
 #include "state/shard_layout.h"
 #include "state/tensor_access.h"
 
@@ -47,6 +50,8 @@ struct OwnedParam {
   at::Tensor parameter;
   std::string name;  // relative to the module, for messages
   std::vector<ParameterSlot> slots;
+  Placement placement = {};                            // resolved
+  std::shared_ptr<AllGatherExtension> extension = {};  // may be null
 };
 
 class FSDPParam {
@@ -63,6 +68,14 @@ class FSDPParam {
   // Fixes the parameter's place in segment `segment`, whose layout it is the
   // `index`-th entry of.
   void Place(int segment, size_t index, const ShardLayout& layout, int rank);
+  // The same in a layout that is interleaved, whose chunks are those of
+  // ChunksFor; the whole parameter begins at `whole_offset`.
+  void PlaceChunk(int segment, size_t index, const ShardLayout& layout,
+                  int rank, int64_t whole_offset);
+  // How it is cut where its placement is Shard or Replicate.
+  Chunks ChunksFor(int world_size) const;
+  // That it lies in memory in the order of its dimensions.
+  bool is_contiguous() const;
 
   // Copies this rank's rows of `whole`, a tensor of the parameter's shape, into
   // `flat_shard`, or back with the other two.
@@ -106,13 +119,21 @@ class FSDPParam {
   };
   std::optional<Filled> filled;
 
+  Placement placement;                            // resolved
+  std::shared_ptr<AllGatherExtension> extension;  // null: none
+
   // Whether somebody cleared or changed S.grad() while gradients are pending.
   std::shared_ptr<internal::GradientWatch> gradient_watch =
       std::make_shared<internal::GradientWatch>();
 
   int segment() const { return segment_; }
+  // Null unless it was placed as a chunk.
+  const Chunks* chunks() const { return chunks_ ? &*chunks_ : nullptr; }
   int64_t numel() const { return numel_; }
-  int64_t offset() const { return placement_.offset; }
+  // Of the whole parameter in its storage.
+  int64_t offset() const { return place_.offset; }
+  // This rank's elements in memory order. Of chunks, whose elements may lie
+  // apart in the whole, only their number is meant.
   ShardRange local_range() const { return local_; }
   // Where RowsIn begins in a flat shard. One without rows here lies behind the
   // flat shard's end, at a place of its own, so that its views tell which
@@ -136,7 +157,9 @@ class FSDPParam {
   int64_t numel_ = 0;
   int64_t rows_ = 1;
   int segment_ = 0;
-  ParamPlacement placement_{};
+  ParamPlacement place_{};
+  std::optional<Chunks> chunks_;
+  int rank_ = 0;
   ShardRange local_{};
   int64_t local_offset_ = 0;
   Dims local_sizes_;  // of the shard

@@ -74,7 +74,8 @@ void FSDPParamGroup::BuildSegments() {
           return segment.dtype == dtypes.original &&
                  segment.gathered == dtypes.gathered &&
                  segment.reduce == dtypes.reduce &&
-                 segment.trainable == parameter.requires_grad();
+                 segment.trainable == parameter.requires_grad() &&
+                 segment.kind == SegmentKindOf(params_[i]);
         });
     if (it == segments_.end()) {
       Segment segment;
@@ -82,26 +83,35 @@ void FSDPParamGroup::BuildSegments() {
       segment.gathered = dtypes.gathered;
       segment.reduce = dtypes.reduce;
       segment.trainable = parameter.requires_grad();
+      segment.kind = SegmentKindOf(params_[i]);
       it = segments_.insert(segments_.end(), std::move(segment));
     }
     it->params.push_back(static_cast<int>(i));
   }
+  const std::vector<int64_t> owned_before = communicator_.tally();
+  std::vector<int64_t> owned_bytes = owned_before;
   for (size_t s = 0; s < segments_.size(); ++s) {
     Segment& segment = segments_[s];
     // Of the smaller elements, so that a shard is aligned in either dtype.
-    const auto itemsize = static_cast<int64_t>(std::min(
-        c10::elementSize(segment.dtype), c10::elementSize(segment.gathered)));
-    std::vector<ParamExtent> extents;
-    for (const int i : segment.params) extents.push_back(params_[i].extent());
-    segment.layout = ShardLayout::Plan(
-        extents, {.world_size = communicator_.size(), .itemsize = itemsize});
+    const auto smaller =
+        c10::elementSize(segment.dtype) < c10::elementSize(segment.gathered)
+            ? segment.dtype
+            : segment.gathered;
+    const SegmentPlan plan = PlanSegment(
+        {.index = static_cast<int>(s), .kind = segment.kind, .dtype = smaller},
+        communicator_.rank(), communicator_.size(), params_, segment.params,
+        owned_bytes);
+    segment.layout = plan.layout;
+    // A multiple of the ranks, for reshard_after_forward(k).
+    const int64_t ranks = communicator_.size();
+    const int64_t numel_of_whole =
+        (plan.whole_numel + ranks - 1) / ranks * ranks;
+    segment.whole_bytes = numel_of_whole * c10::elementSize(segment.gathered);
     segment.buffer_offset = unsharded_bytes_;
-    unsharded_bytes_ += RoundUp(segment.unsharded_bytes());
+    unsharded_bytes_ += RoundUp(segment.whole_bytes);
     bool has_empty = false;
-    for (size_t k = 0; k < segment.params.size(); ++k) {
-      FSDPParam& param = params_[segment.params[k]];
-      param.Place(static_cast<int>(s), k, segment.layout, communicator_.rank());
-      const ShardRange local = param.local_range();
+    for (const int i : segment.params) {
+      const ShardRange local = params_[i].local_range();
       has_empty |= local.begin == local.end;
     }
     // Shards without rows have places of their own behind it.
@@ -110,8 +120,21 @@ void FSDPParamGroup::BuildSegments() {
         has_empty ? static_cast<int64_t>(segment.params.size()) : 0;
     segment.flat_shard =
         at::zeros({numel + places}, segment.dtype).narrow(0, 0, numel);
-    for (const int i : segment.params) MakeShard(params_[i], segment);
+    std::vector<const FSDPParam*> in_order;
+    for (const int i : segment.params) {
+      MakeShard(params_[i], segment);
+      in_order.push_back(&params_[i]);
+    }
+    if (plan.staged) {
+      segment.staged = std::make_unique<StagedGather>(
+          std::move(in_order), segment.layout, segment.flat_shard,
+          communicator_.rank(), segment.gathered);
+    }
   }
+  for (size_t r = 0; r < owned_bytes.size(); ++r) {
+    owned_bytes[r] -= owned_before[r];
+  }
+  owned_bytes_ = std::move(owned_bytes);
 }
 
 void FSDPParamGroup::MakeShard(FSDPParam& param, const Segment& segment) {
@@ -144,7 +167,7 @@ void FSDPParamGroup::Attach(const std::shared_ptr<FSDPState>& state,
   try {
     for (size_t s = 0; s < segments_.size(); ++s) {
       Segment& segment = segments_[s];
-      auto storage = internal::MakeEmptyStorage(segment.unsharded_bytes());
+      auto storage = internal::MakeEmptyStorage(segment.whole_bytes);
       segment.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(storage);
       new_storages_.push_back(storage);
       internal::SetOwner(*storage, state);
@@ -195,6 +218,7 @@ void FSDPParamGroup::TakeOver() {
 }
 
 void FSDPParamGroup::CommitAttach() noexcept {
+  communicator_.AddToTally(owned_bytes_);
   originals_.clear();
   new_storages_.clear();
 }
@@ -245,8 +269,7 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
   TORCH_INTERNAL_ASSERT(is_sharded());
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
-  const bool from_part =
-      sharded_state_ == ShardedState::kShardedPostForward && !dirty_;
+  from_part_ = sharded_state_ == ShardedState::kShardedPostForward && !dirty_;
   const auto custom = communicator_.size() > 1 ? custom_all_gather_ : nullptr;
   if (buffer_.data() == nullptr) {
     buffer_.Acquire(unsharded_bytes_, pool, custom.get());
@@ -256,14 +279,22 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
   try {
     for (size_t s = 0; s < segments_.size(); ++s) {
       const Segment& segment = segments_[s];
-      const at::Tensor whole = WholeBytes(segment);
-      gathers_.push_back(
-          from_part ? post_forward_->Gather(s, whole, segment.label, custom)
-                    : communicator_.AllGather(
-                          whole,
-                          segment.is_cast() ? CastShardInto(segment, whole)
-                                            : ShardBytes(segment),
-                          segment.label, custom));
+      if (from_part_) {
+        gathers_.push_back(post_forward_->Gather(s, WholeBytes(segment),
+                                                 segment.label, custom));
+        continue;
+      }
+      StagedGather::Transfer transfer;
+      if (segment.staged != nullptr) {
+        transfer = segment.staged->Begin(segment.flat_shard, pool);
+      } else {
+        transfer.output = WholeBytes(segment);
+        transfer.input = segment.is_cast()
+                             ? CastShardInto(segment, transfer.output)
+                             : ShardBytes(segment);
+      }
+      gathers_.push_back(communicator_.AllGather(
+          transfer.output, transfer.input, segment.label, custom));
     }
   } catch (...) {
     Reshard(pool);
@@ -272,7 +303,7 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
 }
 
 at::Tensor FSDPParamGroup::WholeBytes(const Segment& segment) const {
-  const int64_t bytes = segment.unsharded_bytes();
+  const auto bytes = static_cast<int64_t>(segment.whole_bytes);
   return internal::MakeTensor(
       internal::BorrowMemory(
           static_cast<char*>(buffer_.data()) + segment.buffer_offset, bytes),
@@ -325,8 +356,15 @@ at::Tensor FSDPParamGroup::ShardBytes(const Segment& segment) {
 
 void FSDPParamGroup::WaitUnshard(BufferPool& pool) {
   if (sharded_state_ != ShardedState::kUnsharding) return;
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
   try {
     for (const auto& gather : gathers_) gather->Wait();
+    for (const auto& segment : segments_) {
+      if (segment.staged == nullptr || from_part_) continue;
+      segment.staged->CopyTo(internal::StorageOf(WholeBytes(segment)));
+      segment.staged->Release(pool);
+    }
   } catch (...) {
     Reshard(pool);
     throw;
@@ -362,6 +400,7 @@ void FSDPParamGroup::ReshardPostForward(BufferPool& pool) {
 void FSDPParamGroup::FreeWhole(BufferPool& pool) {
   gathers_.clear();  // waits
   for (const auto& segment : segments_) {
+    if (segment.staged != nullptr) segment.staged->Release(pool);
     if (const auto storage = segment.storage.lock()) {
       internal::DropData(*storage);
     }
@@ -493,7 +532,12 @@ void FSDPParamGroup::LabelCollectives(const std::string& group_fqn) {
     plan = HashMix(plan, static_cast<uint64_t>(segment.gathered));
     plan = HashMix(plan, static_cast<uint64_t>(segment.reduce));
     plan = HashMix(plan, segment.trainable ? 1 : 0);
+    plan = HashMix(plan, static_cast<uint64_t>(segment.kind));
+    if (segment.staged != nullptr) {
+      plan = HashMix(plan, segment.staged->fingerprint());
+    }
     for (const int i : segment.params) {
+      plan = HashMix(plan, static_cast<uint64_t>(params_[i].placement.dim));
       plan = HashMix(plan, HashString(params_[i].fqn));
     }
     segment.label = MakeCollectiveLabel(group_fqn, plan, serial_);
@@ -544,6 +588,15 @@ int FSDPParamGroup::FindParam(int segment, int64_t storage_offset) const {
                                return offset < params_[index].offset();
                              });
   return it == indices.begin() ? indices.front() : *(it - 1);
+}
+
+size_t FSDPParamGroup::gathered_bytes() const {
+  size_t bytes = 0;
+  for (const auto& segment : segments_) {
+    bytes += segment.staged != nullptr ? segment.staged->gathered_bytes()
+                                       : RoundUp(segment.whole_bytes);
+  }
+  return bytes;
 }
 
 size_t FSDPParamGroup::sharded_bytes() const {

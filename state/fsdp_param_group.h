@@ -1,14 +1,15 @@
 // The parameters that are gathered and reduced together.
 //
-// Parameters of the same dtypes (see Note [Dtypes of a parameter]), trainable
-// or frozen when they were sharded, form a segment; a group is usually one
-// segment. Each segment has a flat shard (this rank's part, always there), an
-// unsharded storage that all its parameters are views of, and a layout that
-// makes the ranks' flat shards, one after the other, equal to the unsharded
-// buffer. So unsharding is: point the storage to a buffer, all-gather into it.
-// Resharding is: take the buffer away. Neither copies, and neither costs work
-// per parameter. A segment that is gathered in another dtype than its own is
-// cast, by one operator, into this rank's part of the buffer.
+// Parameters of the same dtypes (see Note [Dtypes of a parameter]) and kind of
+// placement, trainable or frozen when they were sharded, form a segment; a group
+// is usually one segment. Each segment has a flat shard (this rank's part,
+// always there), an unsharded storage that all its parameters are views of, and
+// a layout that makes the ranks' flat shards, one after the other, equal to the
+// unsharded buffer. So unsharding is: point the storage to a buffer, all-gather
+// into it. Resharding is: take the buffer away. Neither copies, and neither
+// costs work per parameter. A segment that is gathered in another dtype than its
+// own is cast, by one operator, into this rank's part of the buffer. Shard(dim)
+// and all-gather extensions are gathered by way of a staging buffer.
 //
 //   group.IssueUnshard(pool);   // returns at once
 //   group.WaitUnshard(pool);    // parameters may be read
@@ -41,7 +42,9 @@
 #include "state/gather_buffer.h"
 #include "state/group_communicators.h"
 #include "state/post_forward_shard.h"
+#include "state/segment_plan.h"
 #include "state/shard_layout.h"
+#include "state/staged_gather.h"
 #include "state/tensor_access.h"
 #include "state/training_state.h"
 
@@ -57,8 +60,13 @@ class FSDPParamGroup {
     c10::ScalarType reduce = c10::ScalarType::Undefined;    // of gradients
     bool trainable = true;  // when it was sharded
     std::vector<int> params;
+    SegmentKind kind = SegmentKind::kRagged;
+    // Of the gathered buffer: the ranks' flat shards.
     ShardLayout layout =
         ShardLayout::Plan({}, {.world_size = 1, .itemsize = 1});
+    size_t whole_bytes = 0;  // of the unsharded storage
+    // Where that is not the gathered buffer; else null.
+    std::unique_ptr<StagedGather> staged;
     at::Tensor flat_shard;
     c10::weak_intrusive_ptr<c10::StorageImpl> storage{
         c10::intrusive_ptr<c10::StorageImpl>()};
@@ -67,10 +75,6 @@ class FSDPParamGroup {
     CollectiveLabelPtr replicate_label;  // of those between replicas
 
     bool is_cast() const { return gathered != dtype; }
-    int64_t unsharded_bytes() const {
-      return layout.unsharded_numel() *
-             static_cast<int64_t>(c10::elementSize(gathered));
-    }
   };
 
   // Copies this rank's rows. Every rank must pass equal parameters. Needs the
@@ -181,7 +185,10 @@ class FSDPParamGroup {
   const std::shared_ptr<AllGather>& custom_all_gather() const {
     return custom_all_gather_;
   }
+  // Of the whole parameters, in memory while they are gathered.
   size_t unsharded_bytes() const { return unsharded_bytes_; }
+  // That the all-gathers write.
+  size_t gathered_bytes() const;
   size_t sharded_bytes() const;
 
  private:
@@ -190,9 +197,9 @@ class FSDPParamGroup {
   void TakeOver();
   NodePtr Sink();
   void LabelCollectives(const std::string& group_fqn);
-  // What a gather writes and reads. As bytes, so that every dtype can be
-  // gathered; the former not over the segment's storage, because a gather in
-  // flight must not keep its own group alive.
+  // What a gather that is not staged writes and reads. As bytes, so that every
+  // dtype can be gathered; the former not over the segment's storage, because a
+  // gather in flight must not keep its own group alive.
   at::Tensor WholeBytes(const Segment& segment) const;
   static at::Tensor ShardBytes(const Segment& segment);
   void FreeWhole(BufferPool& pool);
@@ -209,6 +216,7 @@ class FSDPParamGroup {
   size_t unsharded_bytes_ = 0;
   int64_t serial_ = 0;
   int64_t replicate_serial_ = 0;
+  std::vector<int64_t> owned_bytes_;  // per rank, by Owned() without a rank
   std::function<NodePtr()> make_sink_;
   WeakNodePtr sink_{NodePtr()};  // it holds the state
   // Between Attach() and its end: what the parameters were, and their storages.
@@ -219,6 +227,7 @@ class FSDPParamGroup {
   bool dirty_ = false;  // a shard changed since the last gather was issued
   uint64_t writes_ = 0;
   bool warned_of_alias_ = false;
+  bool from_part_ = false;  // the gather in flight, by post_forward_
   bool keep_buffer_ = false;
   GatherBuffer buffer_;  // while not is_sharded(), or kept
   std::vector<PendingCollectivePtr> gathers_;  // while kUnsharding

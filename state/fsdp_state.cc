@@ -26,7 +26,7 @@ void FSDPStateContext::AccountIssued(FSDPState& state, ShardedState before) {
   CheckGroupTransition(training_state, before, GroupEvent::kIssueUnshard);
   const auto bytes = static_cast<int64_t>(state.group()->unsharded_bytes());
   ++stats.num_gathers;
-  stats.gathered_bytes += bytes;
+  stats.gathered_bytes += static_cast<int64_t>(state.group()->gathered_bytes());
   stats.unsharded_param_bytes += bytes;
   stats.peak_unsharded_bytes =
       std::max(stats.peak_unsharded_bytes, stats.unsharded_param_bytes);
@@ -96,6 +96,7 @@ void FSDPState::Commit() noexcept {
 void FSDPState::Rollback() noexcept {
   if (undo != nullptr) undo();
   undo = nullptr;
+  ignored = nullptr;
   if (group_ != nullptr) group_->UndoAttach();
 }
 

@@ -30,6 +30,7 @@
 #include "state/fsdp_param_group.h"
 #include "state/fully_shard_options.h"
 #include "state/gradient_reduction.h"
+#include "state/ignored_params.h"
 #include "state/pass_order.h"
 #include "state/trace.h"
 #include "state/training_state.h"
@@ -139,6 +140,8 @@ class FSDPState final : public ComposableState {
 
   // Gives back what the application changed beside this group.
   std::function<void()> undo;
+
+  std::unique_ptr<IgnoredParams> ignored;  // by this call
 
   // The tree; null before its first use. Written by LazyInit and ResetTree.
   std::shared_ptr<FSDPStateContext> context;

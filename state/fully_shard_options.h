@@ -4,12 +4,17 @@
 //                                      .reshard_after_forward(false));
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/arg.h>
 
 #include <cstdint>
+#include <optional>
+#include <vector>
 
 #include "collectives/device_mesh.h"
+#include "state/all_gather_extension.h"
 #include "state/mixed_precision_policy.h"
+#include "state/placement.h"
 #include "state/reshard_after_forward.h"
 
 namespace composable {
@@ -34,6 +39,15 @@ struct FullyShardOptions {
   TORCH_ARG(ReshardAfterForward, reshard_after_forward) = {};
   // In which dtypes parameters are gathered, used and reduced.
   TORCH_ARG(MixedPrecisionPolicy, mp_policy);
+
+  // How each parameter is spread over the ranks; null: RaggedShard() for all.
+  TORCH_ARG(ShardPlacementFn, shard_placement_fn) = nullptr;
+  // What travels in place of a shard when it is gathered; null: the shard.
+  TORCH_ARG(AllGatherExtensionFn, all_gather_extension_fn) = nullptr;
+  // Parameters below the modules of this call that stay as they are: whole,
+  // plain, with gradients of this rank alone. Calls on modules above leave them
+  // alone too, while the modules of this call live.
+  TORCH_ARG(std::vector<at::Tensor>, ignored_params) = {};
 
   // --- Performance; read from the root of the tree ---
   // Groups that may be gathered at one time, whether in use or ahead of use,

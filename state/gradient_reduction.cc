@@ -1,6 +1,7 @@
 #include "state/gradient_reduction.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -142,13 +143,11 @@ void GradientReduction::PackPart(Part& part,
     std::memset(base + (rank * part.chunk_numel + begin) * itemsize, 0,
                 (end - begin) * itemsize);
   };
-  // Written so far of the present rank's shard.
-  int64_t rank = 0;
-  int64_t written = 0;
-  const auto finish_rank = [&] {
-    zero(rank, written, part.shard_numel);
-    ++rank;
-    written = 0;
+  // Of each rank's shard so far; what is skipped is padding.
+  std::vector<int64_t> written(group_.communicator().size(), 0);
+  const auto skip_to = [&](int64_t rank, int64_t begin) {
+    zero(rank, written[rank], begin);
+    written[rank] = begin;
   };
   for (const int i : segment.params) {
     const FSDPParam& param = group_.params()[i];
@@ -157,13 +156,26 @@ void GradientReduction::PackPart(Part& part,
     if (gradient.defined() && gradient.layout() != c10::kStrided) {
       gradient = gradient.to_dense();
     }
+    if (const Chunks* chunks = param.chunks()) {
+      if (!gradient.defined()) continue;
+      for (size_t r = 0; r < written.size(); ++r) {
+        const auto rank = static_cast<int64_t>(r);
+        skip_to(rank, param.local_offset());
+        written[r] += chunks->numel_of(rank);
+      }
+      Chunks::Views views;
+      chunks->AppendViews(gradient, part.payload, param.local_offset(),
+                          part.chunk_numel, views);
+      at::_foreach_copy_(views.chunks, views.wholes);
+      continue;
+    }
     for (int64_t begin = 0; begin < param.numel();) {
       const int64_t at = param.offset() + begin;
-      while (rank < at / part.shard_numel) finish_rank();
+      const int64_t rank = at / part.shard_numel;
       const int64_t local = at - rank * part.shard_numel;
       const int64_t count =
           std::min(param.numel() - begin, part.shard_numel - local);
-      zero(rank, written, local);
+      skip_to(rank, local);
       if (gradient.defined()) {
         param.CopyElements(
             gradient, begin, begin + count,
@@ -171,11 +183,13 @@ void GradientReduction::PackPart(Part& part,
       } else {
         zero(rank, local, local + count);
       }
-      written = local + count;
+      written[rank] = local + count;
       begin += count;
     }
   }
-  while (rank < group_.communicator().size()) finish_rank();
+  for (size_t r = 0; r < written.size(); ++r) {
+    skip_to(static_cast<int64_t>(r), part.shard_numel);
+  }
   WriteFlags(part);
 }
 

@@ -8,6 +8,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "state/fsdp_state.h"
+#include "state/ignored_params.h"
 #include "state/storage_registry.h"
 #include "state/tensor_access.h"
 
@@ -31,9 +32,6 @@ void CheckShardable(const OwnedParam& owned, const std::string& api) {
       !p.is_complex(), who,
       "is complex, which the collectives do not carry. Register "
       "torch::view_as_real of it, and view_as_complex it in forward.");
-  TORCH_CHECK_VALUE(p.dim() > 0, who,
-                    "is a scalar, which has no rows to shard. Make it a 1-D "
-                    "tensor of one element.");
   TORCH_CHECK_VALUE(p.is_leaf(), who,
                     "is not a leaf of the autograd graph. Register a detached "
                     "tensor.");
@@ -72,12 +70,39 @@ void CheckNotTiedByMemory(const std::vector<OwnedParam>& owned,
   }
 }
 
+// Throws unless each of `ignored` is a parameter of the modules, `entries`, that
+// no earlier call has sharded.
+void CheckIgnored(const std::vector<at::Tensor>& ignored,
+                  const absl::flat_hash_set<const c10::TensorImpl*>& entries,
+                  const std::string& api) {
+  for (size_t i = 0; i < ignored.size(); ++i) {
+    const at::Tensor& tensor = ignored[i];
+    const std::string who = api + ": ignored_params[" + std::to_string(i) + "]";
+    TORCH_CHECK_VALUE(tensor.defined(), who,
+                      " is undefined. Expected parameters of the modules.");
+    const ShardedEntry sharded = FindShardedEntry(tensor);
+    TORCH_CHECK_VALUE(sharded.param == nullptr, who, " is the parameter '",
+                      sharded.param->fqn,
+                      "', which an earlier call has sharded. Ignore it in that "
+                      "call.");
+    TORCH_CHECK_VALUE(entries.contains(tensor.unsafeGetTensorImpl()), who,
+                      ", of sizes ", tensor.sizes(),
+                      ", is no parameter of the modules that are sharded. Pass "
+                      "the tensor that register_parameter returned.");
+  }
+}
+
 }  // namespace
 
 ManagedParams CollectManagedParams(
     const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
-    const std::string& api) {
+    const std::string& api, const std::vector<at::Tensor>& ignored) {
   ManagedParams result;
+  absl::flat_hash_set<const c10::TensorImpl*> entries;
+  absl::flat_hash_set<const c10::TensorImpl*> to_ignore;
+  for (const auto& tensor : ignored) {
+    to_ignore.insert(tensor.unsafeGetTensorImpl());
+  }
   absl::flat_hash_map<const c10::TensorImpl*, size_t> known;
   absl::flat_hash_set<const torch::nn::Module*> visited;
   absl::flat_hash_set<std::shared_ptr<FSDPState>> owners;  // of shards
@@ -102,7 +127,11 @@ ManagedParams CollectManagedParams(
               {slot, tensor, state->group()->params()[index].sharded});
           continue;
         }
-        if (tensor.numel() == 0) continue;
+        entries.insert(tensor.unsafeGetTensorImpl());
+        if (tensor.numel() == 0 || IgnoredParams::Contains(tensor) ||
+            to_ignore.contains(tensor.unsafeGetTensorImpl())) {
+          continue;
+        }
         const auto [it, is_new] =
             known.emplace(tensor.unsafeGetTensorImpl(), result.owned.size());
         if (is_new) {
@@ -116,6 +145,7 @@ ManagedParams CollectManagedParams(
       }
     }
   }
+  CheckIgnored(ignored, entries, api);
   for (const auto& owned : result.owned) CheckShardable(owned, api);
   CheckNotTiedByMemory(result.owned, api);
   const bool taken_from_above =

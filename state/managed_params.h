@@ -29,16 +29,18 @@ struct ManagedParams {
   std::vector<Tied> tied;
 };
 
-// Parameters without elements, and undefined entries, are left alone.
+// Parameters without elements, undefined entries, and those that are ignored, by
+// this call or an earlier one, are left alone.
 //
-// Throws, naming the parameter and what to do: c10::ValueError for a scalar, a
-// non-leaf, an inference tensor, a sparse or not dense tensor, a parameter that
-// no member field holds, two that share memory without being one tensor, and
-// modules whose parameters a module above has taken; c10::NotImplementedError
-// for a device other than the CPU and for complex parameters. Changes nothing.
+// Throws, naming the parameter and what to do: c10::ValueError for a non-leaf,
+// an inference tensor, a sparse or not dense tensor, a parameter that no member
+// field holds, two that share memory without being one tensor, modules whose
+// parameters a module above has taken, and a tensor to ignore that is sharded
+// already or no parameter of the modules; c10::NotImplementedError for a device
+// other than the CPU and for complex parameters. Changes nothing.
 ManagedParams CollectManagedParams(
     const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
-    const std::string& api);
+    const std::string& api, const std::vector<at::Tensor>& ignored = {});
 
 // Replaces the entries by the shards, and back.
 void TieToShards(const std::vector<ManagedParams::Tied>& tied);

@@ -29,6 +29,11 @@ struct Item {
 
 int64_t RoundUp(int64_t x, int64_t m) { return (x + m - 1) / m * m; }
 
+// The fewest elements that fill a multiple of 16 bytes.
+int64_t Unit(const ShardLayoutOptions& options) {
+  return 16 / std::gcd(int64_t{16}, options.itemsize);
+}
+
 // The least common multiple, or cap + 1 where it is above cap.
 int64_t CappedLcm(int64_t a, int64_t b, int64_t cap) {
   const int64_t factor = b / std::gcd(a, b);
@@ -70,7 +75,7 @@ class Planner {
         rows_(std::move(rows)),
         total_(total),
         world_size_(options.world_size),
-        unit_(16 / std::gcd(int64_t{16}, options.itemsize)),
+        unit_(Unit(options)),
         wide_unit_(128 / std::gcd(int64_t{128}, options.itemsize)),
         // The bound of the header. At granularity 1 the least S always fits,
         // and it never exceeds max_.
@@ -285,6 +290,63 @@ ShardLayout ShardLayout::Plan(absl::Span<const ParamExtent> params,
   return layout;
 }
 
+ShardLayout ShardLayout::PlanOwned(absl::Span<const ParamExtent> params,
+                                   absl::Span<const int> owners,
+                                   const ShardLayoutOptions& options) {
+  Validate(params, options);
+  const int64_t unit = Unit(options);
+  if (owners.size() != params.size()) {
+    Throw<std::invalid_argument>("number of owners",
+                                 std::to_string(params.size()),
+                                 static_cast<int64_t>(owners.size()));
+  }
+  ShardLayout layout;
+  layout.world_size_ = options.world_size;
+  std::vector<int64_t> starts(params.size());
+  int64_t cursor = 0;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const int least = i == 0 ? 0 : owners[i - 1];
+    if (owners[i] < least || owners[i] >= options.world_size) {
+      Throw<std::invalid_argument>("owner of parameter " + std::to_string(i),
+                                   std::to_string(least) + " to " +
+                                       std::to_string(options.world_size - 1),
+                                   owners[i]);
+    }
+    if (owners[i] > least || i == 0) cursor = 0;
+    starts[i] = RoundUp(cursor, unit);
+    cursor = starts[i] + params[i].numel;
+    layout.shard_numel_ = std::max(layout.shard_numel_, RoundUp(cursor, unit));
+  }
+  for (size_t i = 0; i < params.size(); ++i) {
+    const auto& [numel, rows] = params[i];
+    layout.numels_.push_back(numel);
+    layout.placements_.push_back(
+        {.offset = owners[i] * layout.shard_numel_ + starts[i],
+         .granularity = numel == 0 ? 1 : numel / rows});
+  }
+  return layout;
+}
+
+ShardLayout ShardLayout::Interleave(absl::Span<const int64_t> chunk_numels,
+                                    const ShardLayoutOptions& options) {
+  std::vector<ParamExtent> chunks;
+  for (const int64_t numel : chunk_numels) {
+    chunks.push_back({.numel = numel, .rows = 1});
+  }
+  Validate(chunks, options);
+  const int64_t unit = chunks.size() == 1 ? 1 : Unit(options);
+  ShardLayout layout;
+  layout.world_size_ = options.world_size;
+  layout.interleaved_ = true;
+  for (const int64_t numel : chunk_numels) {
+    layout.placements_.push_back(
+        {.offset = layout.shard_numel_, .granularity = 1});
+    layout.numels_.push_back(options.world_size * numel);
+    layout.shard_numel_ += RoundUp(numel, unit);
+  }
+  return layout;
+}
+
 const ParamPlacement& ShardLayout::placement(size_t i) const {
   if (i >= num_params()) {
     Throw<std::out_of_range>("parameter index",
@@ -299,6 +361,10 @@ ShardRange ShardLayout::range(size_t i, int64_t rank) const {
   if (rank < 0 || rank >= world_size_) {
     Throw<std::out_of_range>("rank", "0 to " + std::to_string(world_size_ - 1),
                              rank);
+  }
+  if (interleaved_) {
+    const int64_t chunk = numels_[i] / world_size_;
+    return {rank * chunk, (rank + 1) * chunk};
   }
   const int64_t begin = rank * shard_numel_ - offset;
   return {std::clamp(begin, int64_t{0}, numels_[i]),
@@ -318,6 +384,7 @@ uint64_t ShardLayout::fingerprint() const {
   };
   add(world_size_);
   add(shard_numel_);
+  add(interleaved_ ? 1 : 0);
   for (size_t i = 0; i < num_params(); ++i) {
     add(numels_[i]);
     add(placements_[i].offset);

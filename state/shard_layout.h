@@ -7,7 +7,8 @@
 // group without copies, and every parameter is one contiguous slice of the
 // buffer. Rank boundaries fall in the gaps between parameters or on row edges
 // inside them, so a rank's part of a parameter is a whole number of rows, maybe
-// none.
+// none. PlanOwned lets no boundary fall inside a parameter; Interleave gives up
+// contiguous parameters for equal chunks on every rank.
 //
 // Use it when a group of parameters of one dtype is sharded; plan each dtype,
 // and trainable and frozen parameters, separately. Every rank must plan from
@@ -101,6 +102,24 @@ class ShardLayout {
   static ShardLayout Plan(absl::Span<const ParamExtent> params,
                           const ShardLayoutOptions& options);
 
+  // Each parameter whole on one rank. `owners`, one per parameter, ascend. A
+  // rank's parameters follow each other, each from a multiple of u on, and S is
+  // the smallest multiple of u that the fullest rank fits in. Throws
+  // std::invalid_argument as Plan, and for an owner out of order or range.
+  static ShardLayout PlanOwned(absl::Span<const ParamExtent> params,
+                               absl::Span<const int> owners,
+                               const ShardLayoutOptions& options);
+
+  // A chunk of each parameter on every rank: chunk_numels[i] elements, at the
+  // same offset in each shard, a multiple of u. The buffer then holds pieces of
+  // parameters in turns: is_interleaved(). `offset` of a placement counts from
+  // the start of a shard, and range() counts elements of the padded parameter,
+  // world_size * chunk_numels[i]. A lone parameter gets no padding. Throws
+  // std::invalid_argument as Plan.
+  static ShardLayout Interleave(absl::Span<const int64_t> chunk_numels,
+                                const ShardLayoutOptions& options);
+  bool is_interleaved() const { return interleaved_; }
+
   // S: the elements of one rank's shard, padding included.
   int64_t shard_numel() const { return shard_numel_; }
   // world_size() * shard_numel().
@@ -131,6 +150,7 @@ class ShardLayout {
 
   int64_t world_size_ = 1;
   int64_t shard_numel_ = 0;
+  bool interleaved_ = false;
   std::vector<int64_t> numels_;
   std::vector<ParamPlacement> placements_;
 };

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "state/ignored_params.h"
 #include "state/storage_registry.h"
 #include "state/tensor_access.h"
 
@@ -56,6 +57,7 @@ void TreeSnapshot::Visit(const std::shared_ptr<torch::nn::Module>& module,
     if (!tensor.defined() || tensor.numel() == 0) continue;
     GuardedStorage found;
     if (FindGuardedStorage(tensor, &found) && found.is_shard) continue;
+    if (IgnoredParams::Contains(tensor)) continue;
     entries_.clear();
     TORCH_CHECK_VALUE(
         false, "Parameter '", prefix, item.key(), "' of module ",

@@ -673,7 +673,7 @@ TEST(HeaderExamples, InProcessBackend) {
 void UseModuleShardedOver(const composable::ProcessGroupPtr& group) {
   const torch::nn::Linear module(4, 4);
   composable::fully_shard(module,
-                          composable::FullyShardOptions().process_group(group));
+                          composable::FullyShardOptions().mesh(group));
   module->weight.sum();
 }
 

@@ -450,9 +450,6 @@ struct Refused {
 
 const std::vector<Refused>& Refusals() {
   static const auto* refusals = new std::vector<Refused>{
-      {"Scalar",
-       [] { return Holds(torch::tensor(3.0)); },
-       {"is a scalar", "1-D tensor of one element"}},
       {"Meta",
        [] {
          return Holds(torch::empty({7, 3}, torch::kMeta));

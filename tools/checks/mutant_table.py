@@ -56,7 +56,7 @@ MUTANTS = [
            "GradientReductionTest.GradientsWithOtherStrides",
            "Of a parameter that several ranks hold, only the first rank's rows are sent."),
     Mutant("payload-gap-not-zeroed", "state/gradient_reduction.cc",
-           "zero(rank, written, local);\n",
+           "skip_to(rank, local);\n",
            "\n",
            STATE, "gradient_reduction_test.cc",
            "GradientReductionTest.GapsAreZeroOnAPoisonedBuffer",
