@@ -4,14 +4,18 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "collectives/communicator.h"
 #include "composable/contract.h"
 #include "hooks/gradient_sink.h"
 #include "hooks/guard.h"
 #include "hooks/root_pre_forward.h"
 #include "state/fsdp_state.h"
+#include "state/initial_values.h"
 #include "state/managed_params.h"
 
 namespace composable {
@@ -45,6 +49,34 @@ std::vector<std::shared_ptr<FSDPState>> StatesBelow(const Modules& modules) {
   return states;
 }
 
+// Buffers below `module` that no earlier call has looked at.
+void CollectBuffers(const torch::nn::Module& module, const std::string& prefix,
+                    absl::flat_hash_set<const c10::TensorImpl*>& seen,
+                    std::vector<NamedBuffer>& buffers) {
+  for (const auto& item : module.named_buffers(/*recurse=*/false)) {
+    const at::Tensor& tensor = item.value();
+    if (!tensor.defined() || tensor.layout() != c10::kStrided ||
+        !(tensor.is_cpu() || tensor.is_meta()) ||
+        !seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      continue;
+    }
+    buffers.push_back({prefix + item.key(), tensor});
+  }
+  for (const auto& child : module.named_children()) {
+    if (FindFSDPState(*child.value()) != nullptr) continue;
+    CollectBuffers(*child.value(), prefix + child.key() + ".", seen, buffers);
+  }
+}
+
+std::vector<NamedBuffer> BuffersOf(const Modules& modules) {
+  std::vector<NamedBuffer> buffers;
+  absl::flat_hash_set<const c10::TensorImpl*> seen;
+  for (const auto& module : modules) {
+    CollectBuffers(*module, "", seen, buffers);
+  }
+  return buffers;
+}
+
 std::shared_ptr<FSDPState> Shard(const Modules& modules,
                                  const FullyShardOptions& options) {
   CheckGuard();
@@ -57,13 +89,23 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
   for (const auto& state : below) {
     if (const auto context = state->tree()) ResetTree(context);
   }
+  const auto buffers = BuffersOf(modules);
+  std::vector<at::Tensor> synced;  // buffers
   std::unique_ptr<FSDPParamGroup> group;
-  if (!managed.owned.empty()) {
-    const auto process_group = options.process_group() != nullptr
-                                   ? options.process_group()
-                                   : default_process_group();
-    group = std::make_unique<FSDPParamGroup>(
-        managed.owned, Communicator(process_group, c10::kCPU));
+  if (!managed.owned.empty() || !buffers.empty()) {
+    Communicator communicator(options.process_group() != nullptr
+                                  ? options.process_group()
+                                  : default_process_group(),
+                              c10::kCPU);
+    if (!managed.owned.empty()) {
+      group = std::make_unique<FSDPParamGroup>(managed.owned, communicator);
+    }
+    const std::string& name = modules.front()->name();
+    if (options.sync_module_states()) {
+      synced = SyncInitialValues(communicator, group.get(), buffers, name);
+    } else if (options.check_module_states()) {
+      CheckInitialValues(communicator, group.get(), buffers, name);
+    }
   }
   auto state = std::make_shared<FSDPState>(modules, options, std::move(group));
   state->undo = [tied = managed.tied] { UntieFromShards(tied); };
@@ -74,6 +116,7 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
   for (const auto& child : below) {
     if (child->parent.expired()) child->parent = state;
   }
+  SetBuffers(buffers, synced);
   return state;
 }
 

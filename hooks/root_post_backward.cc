@@ -13,6 +13,7 @@ namespace {
 void ReshardAll(FSDPStateContext& context) {
   for (FSDPState* state : context.states) {
     if (state == nullptr || state->group() == nullptr) continue;
+    if (state->full_parameter_scopes > 0) continue;
     state->pinned = false;
     Reshard(context, *state);
   }

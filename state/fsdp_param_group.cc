@@ -7,6 +7,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "collectives/hash.h"
@@ -94,17 +95,33 @@ void FSDPParamGroup::BuildSegments() {
     const auto places =
         has_empty ? static_cast<int64_t>(segment.params.size()) : 0;
     segment.flat_shard =
-        at::zeros({numel + places}, segment.dtype).narrow(0, 0, numel);
+        MakeFlatShard(segment, numel + places).narrow(0, 0, numel);
     for (const int i : segment.params) MakeShard(params_[i], segment);
   }
 }
 
+at::Tensor FSDPParamGroup::MakeFlatShard(const Segment& segment,
+                                         int64_t places) const {
+  const bool any_values =
+      std::any_of(segment.params.begin(), segment.params.end(),
+                  [&](int i) { return !params_[i].unsharded().is_meta(); });
+  if (any_values) return at::zeros({places}, segment.dtype);
+  return internal::MakeTensor(
+      internal::MakeEmptyStorage(places * c10::elementSize(segment.dtype)),
+      segment.dtype, {places}, {1}, 0);
+}
+
 void FSDPParamGroup::MakeShard(FSDPParam& param, const Segment& segment) {
   const at::Tensor whole = param.unsharded();
-  param.CopyRowsFrom(whole.detach(), segment.flat_shard);
+  if (whole.is_meta()) {
+    param.has_values = false;
+    ++without_values_;
+  } else {
+    param.CopyRowsFrom(whole.detach(), segment.flat_shard);
+  }
   param.sharded = param.RowsIn(segment.flat_shard);
   param.sharded.set_requires_grad(whole.requires_grad());
-  if (whole.grad().defined()) {
+  if (whole.grad().defined() && !whole.is_meta()) {
     at::Tensor rows = param.RowsOf(whole.grad().to_dense());
     internal::AddGuard(rows);
     param.sharded.mutable_grad() = std::move(rows);
@@ -286,6 +303,65 @@ void FSDPParamGroup::Reshard(BufferPool& pool) {
   sharded_state_ = ShardedState::kSharded;
 }
 
+void FSDPParamGroup::UnshardWithoutGather(BufferPool& pool) {
+  TORCH_INTERNAL_ASSERT(is_sharded());
+  buffer_ = pool.Acquire(unsharded_bytes_);
+  dirty_ = false;
+  sharded_state_ = ShardedState::kUnsharding;
+  WaitUnshard(pool);
+}
+
+void FSDPParamGroup::AllocateShards() {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  for (const auto& segment : segments_) {
+    const auto storage = internal::StorageOf(segment.flat_shard);
+    if (internal::HasData(*storage)) continue;
+    const auto memory = std::make_shared<at::Tensor>(
+        at::zeros({static_cast<int64_t>(storage->nbytes())}, c10::kByte));
+    internal::SetData(*storage, memory->mutable_data_ptr());
+    internal::SetOwner(*storage, memory);
+  }
+}
+
+void FSDPParamGroup::SetHasValues(int index, bool has_values) {
+  if (has_values) AllocateShards();
+  bool& now = params_[index].has_values;
+  if (now == has_values) return;
+  now = has_values;
+  without_values_ += has_values ? -1 : 1;
+}
+
+void FSDPParamGroup::WriteBack(int index) {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  const FSDPParam& param = params_[index];
+  const at::Tensor shard = param.RowsIn(segments_[param.segment()].flat_shard);
+  if (shard.numel() == 0) return;
+  const at::Tensor rows = param.RowsOf(GatheredValue(param));
+  const at::Tensor before = shard.to(rows.scalar_type());
+  // Bit by bit: a NaN is equal to itself.
+  if (std::memcmp(before.const_data_ptr(), rows.const_data_ptr(),
+                  rows.nbytes()) == 0) {
+    return;
+  }
+  ++writes_;
+  if (const at::Tensor whole = param.unsharded(); whole.defined()) {
+    internal::BumpVersion(whole);
+  }
+  shard.copy_(rows);
+}
+
+void FSDPParamGroup::ScatterWhole() {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  AllocateShards();
+  for (const auto& segment : segments_) {
+    communicator_.Scatter(ShardBytes(segment), WholeBytes(segment),
+                          segment.label);
+  }
+}
+
 void FSDPParamGroup::MarkDirty(int param) {
   dirty_ = true;
   ++writes_;
@@ -318,6 +394,7 @@ void FSDPParamGroup::SetShardData(int index, const at::Tensor& data) {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   MarkDirty(index);
+  SetHasValues(index, true);
   // Itself and its parameters.
   const size_t owners = 1 + segment.params.size();
   if (!warned_of_alias_ && segment.flat_shard.storage().use_count() > owners) {

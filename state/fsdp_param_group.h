@@ -19,6 +19,12 @@
 // once, and a loss that outlives its model can still run backward. The group
 // holds its storages, parameters and sink weakly.
 //
+// Note [Parameters without values]
+// A parameter that is on the meta device when it is sharded becomes one without
+// values: P is a CPU tensor like any other, S a view of a flat shard without
+// memory. The flat shard gets memory with the first values that come into its
+// group. While a parameter has none, its group can't be gathered.
+//
 // Thread-compatible: guarded by the mutex of the tree.
 #pragma once
 
@@ -85,6 +91,21 @@ class FSDPParamGroup {
   void WaitUnshard(BufferPool& pool);
   // Any -> kSharded; waits for a gather in flight.
   void Reshard(BufferPool& pool);
+  // kSharded -> kUnsharded, with memory of unspecified contents.
+  void UnshardWithoutGather(BufferPool& pool);
+
+  // Gives flat shards that have none memory, zeroed.
+  void AllocateShards();
+  // Whether parameter `index` has values. See Note [Parameters without values].
+  void SetHasValues(int index, bool has_values);
+  bool has_all_values() const { return without_values_ == 0; }
+
+  // While kUnsharded: makes this rank's rows of parameter `index` those of the
+  // whole, which is not stale by that.
+  void WriteBack(int index);
+  // (collective) While kUnsharded: the flat shards become the parts of rank 0's
+  // whole parameters.
+  void ScatterWhole();
 
   ShardedState sharded_state() const { return sharded_state_; }
   bool is_sharded() const { return sharded_state_ == ShardedState::kSharded; }
@@ -113,7 +134,8 @@ class FSDPParamGroup {
   // known.
   void SetNames(const std::string& group_fqn);
 
-  // The whole value of `param`, which is one of params(), while kUnsharded.
+  // The whole value of `param`, which is one of params(), while kUnsharded: a
+  // plain view of the gathered memory.
   at::Tensor GatheredValue(const FSDPParam& param) const;
 
   // Throws c10::ValueError, naming the parameter, if a shard no longer points
@@ -135,6 +157,7 @@ class FSDPParamGroup {
 
  private:
   void BuildSegments();
+  at::Tensor MakeFlatShard(const Segment& segment, int64_t places) const;
   void MakeShard(FSDPParam& param, const Segment& segment);
   void TakeOver();
   NodePtr Sink();
@@ -159,6 +182,7 @@ class FSDPParamGroup {
   ShardedState sharded_state_ = ShardedState::kSharded;
   bool dirty_ = false;  // a shard changed since the last gather was issued
   uint64_t writes_ = 0;
+  size_t without_values_ = 0;  // parameters
   bool warned_of_alias_ = false;
   BufferPool::Buffer* buffer_ = nullptr;       // while not kSharded
   std::vector<PendingCollectivePtr> gathers_;  // while kUnsharding

@@ -27,6 +27,14 @@ struct FullyShardOptions {
   // saves the gather in backward. Default: false for the root of the tree,
   // which backward needs first, true for all others.
   TORCH_ARG(std::optional<bool>, reshard_after_forward) = std::nullopt;
+  // Rank 0's parameters and buffers become those of all ranks. Costs a scatter
+  // of the group and, where there are several ranks, one group's memory on rank
+  // 0 while it runs. Parameters that rank 0 has on the meta device have no values
+  // yet on any rank, and those that others have there get rank 0's.
+  TORCH_ARG(bool, sync_module_states) = true;
+  // Where they are not synchronised: throw c10::ValueError on all ranks, naming
+  // them, if they differ between ranks. Costs reading them once.
+  TORCH_ARG(bool, check_module_states) = true;
 
   // --- Performance; read from the root of the tree ---
   // Groups that may be gathered at one time, whether in use or ahead of use,

@@ -29,7 +29,8 @@ struct ManagedParams {
   std::vector<Tied> tied;
 };
 
-// Parameters without elements, and undefined entries, are left alone.
+// Parameters without elements, and undefined entries, are left alone. Those on
+// the meta device count as CPU parameters without values.
 //
 // Throws, naming the parameter and what to do: c10::ValueError for a scalar, a
 // non-leaf, an inference tensor, a sparse or not dense tensor, a parameter that
