@@ -197,10 +197,9 @@ class Touches {
         "', which is sharded: the change would be lost. Write it inside of a ",
         state.full_parameter_scopes > 0
             ? "composable::FullParameters scope with writeback, which the open "
-              "one lacks; "
-            : "composable::FullParameters scope(module), which all ranks "
-              "open; ",
-        "initialise a module before fully_shard, change the shard that "
+              "one lacks. "
+            : "composable::FullParameters scope(module), opened by all ranks. ",
+        "Or initialise a module before fully_shard, change the shard that "
         "module->parameters() holds, or load whole values with "
         "composable::load_full_state_dict.");
     TORCH_CHECK_VALUE(

@@ -453,11 +453,6 @@ const std::vector<Refused>& Refusals() {
       {"Scalar",
        [] { return Holds(torch::tensor(3.0)); },
        {"is a scalar", "1-D tensor of one element"}},
-      {"Meta",
-       [] {
-         return Holds(torch::empty({7, 3}, torch::kMeta));
-       },
-       {"is on the meta device", "torch::empty_like"}},
       {"Overlapping",
        [] {
          return Holds(torch::randn({1, 3}).expand({7, 3}));

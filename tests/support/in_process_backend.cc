@@ -1,6 +1,5 @@
 #include "tests/support/in_process_backend.h"
 
-#include <ATen/ops/cat.h>
 #include <c10/util/Exception.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -153,8 +152,11 @@ class InProcessBackend final : public c10d::Backend {
       std::vector<at::Tensor>& outputs,
       std::vector<std::vector<at::Tensor>>& inputs,
       const c10d::ScatterOptions& /*options*/) override {
-    return Post(InProcessHub::Kind::kScatter, outputs[0],
-                inputs.empty() ? at::Tensor() : at::cat(inputs[0]));
+    // The parts are slices of one tensor, one after the other.
+    const int64_t numel = outputs[0].numel() * getSize();
+    return Post(
+        InProcessHub::Kind::kScatter, outputs[0],
+        inputs.empty() ? at::Tensor() : inputs[0][0].as_strided({numel}, {1}));
   }
 
  private:
