@@ -45,6 +45,8 @@ std::string Collective::text() const {
   const char* name = "all-reduce";
   if (kind == CollectiveKind::kAllGather) name = "all-gather";
   if (kind == CollectiveKind::kReduceScatter) name = "reduce-scatter";
+  if (kind == CollectiveKind::kBroadcast) name = "broadcast";
+  if (kind == CollectiveKind::kScatter) name = "scatter";
   return label == nullptr ? name
                           : absl::StrCat(name, " of '", label->name, "'");
 }
@@ -79,6 +81,18 @@ c10::intrusive_ptr<c10d::Work> Post(c10d::Backend& backend,
       options.reduceOp = c10d::ReduceOp::SUM;
       return backend._reduce_scatter_base(output, input, options);
     }
+    case CollectiveKind::kBroadcast: {
+      std::vector<at::Tensor> tensors{std::move(output)};
+      return backend.broadcast(tensors);
+    }
+    case CollectiveKind::kScatter: {
+      std::vector<at::Tensor> outputs{std::move(output)};
+      std::vector<std::vector<at::Tensor>> inputs;
+      if (backend.getRank() == 0) {
+        inputs.push_back(input.split(collective.part_numel));
+      }
+      return backend.scatter(outputs, inputs);
+    }
     case CollectiveKind::kAllReduceSum:
     case CollectiveKind::kAllReduceMax:
       break;
@@ -103,7 +117,8 @@ void TakePart(c10d::Backend& backend, const Collective& collective) {
   const int64_t part = collective.part_numel;
   const int64_t whole = part * backend.getSize();
   const bool gather = collective.kind == CollectiveKind::kAllGather;
-  const bool scatter = collective.kind == CollectiveKind::kReduceScatter;
+  const bool scatter = collective.kind == CollectiveKind::kReduceScatter ||
+                       collective.kind == CollectiveKind::kScatter;
   const auto options =
       at::TensorOptions(collective.dtype).device(collective.device);
   const at::Tensor output = at::zeros({gather ? whole : part}, options);

@@ -27,12 +27,14 @@ enum class CollectiveKind : uint8_t {
   kAllGather,
   kReduceScatter,
   kAllReduceSum,
-  kAllReduceMax
+  kAllReduceMax,
+  kBroadcast,
+  kScatter
 };
 
 struct Collective {
-  // `part` is one rank's part: an all-gather's input, a reduce-scatter's output,
-  // all of an all-reduce. `label` may be null.
+  // `part` is one rank's part: an all-gather's input, a reduce-scatter's or
+  // scatter's output, all of an all-reduce or broadcast. `label` may be null.
   Collective(CollectiveKind kind, const at::Tensor& part,
              CollectiveLabelPtr label);
 
@@ -50,8 +52,9 @@ struct Collective {
   std::string detail() const;
 };
 
-// Starts `collective`; `input` is ignored by an all-reduce, which is in place,
-// and may be overwritten by a reduce-scatter. When the work has ended, call
+// Starts `collective`; `input` is ignored by an all-reduce and a broadcast, which
+// are in place, may be overwritten by a reduce-scatter, and is read on rank 0
+// alone, the root, by a scatter. When the work has ended, call
 // WriteOutput with the same arguments.
 //
 // Gloo's reduce-scatter is an all-reduce of a copy whose wait ignores its

@@ -242,4 +242,22 @@ PendingCollectivePtr Communicator::StartAllReduce(
   return Start(collective, std::move(tensor), at::Tensor());
 }
 
+void Communicator::Broadcast(at::Tensor tensor,
+                             const CollectiveLabelPtr& label) {
+  if (size_ == 1) return;
+  const Collective collective(CollectiveKind::kBroadcast, tensor, label);
+  Start(collective, std::move(tensor), at::Tensor())->Wait();
+}
+
+void Communicator::Scatter(at::Tensor output, at::Tensor input,
+                           const CollectiveLabelPtr& label) {
+  TORCH_INTERNAL_ASSERT(rank_ != 0 || input.numel() == output.numel() * size_);
+  if (size_ == 1) {
+    output.copy_(input);
+    return;
+  }
+  const Collective collective(CollectiveKind::kScatter, output, label);
+  Start(collective, std::move(output), std::move(input))->Wait();
+}
+
 }  // namespace composable

@@ -98,6 +98,14 @@ class Communicator {
 
   c10::intrusive_ptr<c10d::ProcessGroup> group() const;
 
+  // tensor = that of rank 0; returns when done.
+  void Broadcast(at::Tensor tensor, const CollectiveLabelPtr& label = nullptr);
+
+  // output = rank 0's input[rank * n, (rank + 1) * n), n = output.numel();
+  // `input` may be undefined on other ranks. Returns when done.
+  void Scatter(at::Tensor output, at::Tensor input,
+               const CollectiveLabelPtr& label = nullptr);
+
   // Two communicators of one process group compare equal.
   friend bool operator==(const Communicator& a, const Communicator& b) {
     return a.backend_ == b.backend_;

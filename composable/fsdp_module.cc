@@ -80,6 +80,9 @@ void FSDPModule::reshard() {
   if (state->group() == nullptr || context == nullptr) return;
   const std::lock_guard<std::recursive_mutex> lock(context->mutex);
   CheckAlone(*context, "reshard()");
+  TORCH_CHECK_VALUE(state->full_parameter_scopes == 0,
+                    "reshard() was called in a composable::FullParameters "
+                    "scope, which frees the parameters at its end.");
   state->pinned = false;
   Reshard(*context, *state);
 }

@@ -5,14 +5,18 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "composable/contract.h"
 #include "hooks/gradient_sink.h"
 #include "hooks/guard.h"
 #include "hooks/root_pre_forward.h"
 #include "state/fsdp_state.h"
 #include "state/group_communicators.h"
+#include "state/initial_values.h"
 #include "state/managed_params.h"
 
 namespace composable {
@@ -74,6 +78,63 @@ void ResolvePlacements(const FullyShardOptions& options, int world_size,
   }
 }
 
+// Buffers below `module` that no earlier call has looked at.
+void CollectBuffers(const torch::nn::Module& module, const std::string& prefix,
+                    absl::flat_hash_set<const c10::TensorImpl*>& seen,
+                    std::vector<NamedBuffer>& buffers) {
+  for (const auto& item : module.named_buffers(/*recurse=*/false)) {
+    const at::Tensor& tensor = item.value();
+    if (!tensor.defined() || tensor.layout() != c10::kStrided ||
+        !(tensor.is_cpu() || tensor.is_meta()) ||
+        !seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      continue;
+    }
+    buffers.push_back({prefix + item.key(), tensor});
+  }
+  for (const auto& child : module.named_children()) {
+    if (FindFSDPState(*child.value()) != nullptr) continue;
+    CollectBuffers(*child.value(), prefix + child.key() + ".", seen, buffers);
+  }
+}
+
+std::vector<NamedBuffer> BuffersOf(const Modules& modules) {
+  std::vector<NamedBuffer> buffers;
+  absl::flat_hash_set<const c10::TensorImpl*> seen;
+  for (const auto& module : modules) {
+    CollectBuffers(*module, "", seen, buffers);
+  }
+  return buffers;
+}
+
+// Makes the start values equal on all ranks, or checks that they are; returns
+// what is to become of the buffers.
+std::vector<at::Tensor> MakeEqual(GroupCommunicators& communicators,
+                                  FSDPParamGroup* group,
+                                  const std::vector<NamedBuffer>& buffers,
+                                  const std::string& module,
+                                  const FullyShardOptions& options) {
+  if (!options.sync_module_states()) {
+    if (!options.check_module_states()) return {};
+    CheckInitialValues(communicators.shard, group, buffers, module);
+    if (communicators.replicate) {
+      CheckInitialValues(*communicators.replicate, group, buffers, module);
+    }
+    return {};
+  }
+  auto values = SyncInitialValues(communicators.shard, group, buffers, module);
+  if (!communicators.replicate) return values;
+  if (group != nullptr) {
+    BroadcastShards(*communicators.replicate, *group, module);
+  }
+  std::vector<NamedBuffer> synced = buffers;
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (values[i].defined()) synced[i].tensor = values[i];
+  }
+  auto of_first_replica =
+      SyncInitialValues(*communicators.replicate, nullptr, synced, module);
+  return of_first_replica.empty() ? values : of_first_replica;
+}
+
 std::shared_ptr<FSDPState> Shard(const Modules& modules,
                                  const FullyShardOptions& options) {
   CheckGuard();
@@ -84,9 +145,10 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
   CheckMesh(options.mesh());
   ManagedParams managed =
       CollectManagedParams(modules, kFullyShardApi, options.ignored_params());
+  const auto buffers = BuffersOf(modules);
   std::optional<GroupCommunicators> communicators;
   FullyShardOptions resolved = options;
-  if (!managed.owned.empty()) {
+  if (!managed.owned.empty() || !buffers.empty()) {
     communicators = MakeGroupCommunicators(options.mesh(), c10::kCPU,
                                            resolved.reshard_after_forward());
     ResolvePlacements(options, communicators->shard.size(), managed.owned);
@@ -95,10 +157,15 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
   for (const auto& state : below) {
     if (const auto context = state->tree()) ResetTree(context);
   }
+  std::vector<at::Tensor> synced;  // buffers
   std::unique_ptr<FSDPParamGroup> group;
   if (communicators) {
-    group = std::make_unique<FSDPParamGroup>(managed.owned, *communicators,
-                                             options.mp_policy());
+    if (!managed.owned.empty()) {
+      group = std::make_unique<FSDPParamGroup>(managed.owned, *communicators,
+                                               options.mp_policy());
+    }
+    synced = MakeEqual(*communicators, group.get(), buffers,
+                       modules.front()->name(), options);
   }
   // The functions might own the modules.
   resolved.shard_placement_fn(nullptr).all_gather_extension_fn(nullptr);
@@ -113,6 +180,7 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
   for (const auto& child : below) {
     if (child->parent.expired()) child->parent = state;
   }
+  SetBuffers(buffers, synced);
   return state;
 }
 

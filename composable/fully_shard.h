@@ -18,8 +18,10 @@
 //  * Apply it bottom-up: to blocks, then to the whole. A call takes all
 //    parameters below its modules that no earlier call took, as one group.
 //  * Build the optimizer afterwards, from module->parameters().
-//  * Every rank calls it on the same modules in the same order, with the same
-//    initial values, and runs the same operators on them.
+//  * Every rank calls it on the same modules in the same order, and runs the
+//    same operators on them. Rank 0's parameters and buffers become those of all
+//    ranks (FullyShardOptions::sync_module_states), so the call is a collective:
+//    where a rank throws, the others throw within the process group's timeout.
 //  * A loss that is a mean over this rank's part of the batch gives gradients
 //    of the mean over all ranks, if the parts are of equal size.
 //  * A tree of sharded modules is used by one thread at a time, and so are all
@@ -40,8 +42,7 @@
 //  * Ranks that go different ways over a process group that was not made by
 //    init_process_group: the order of its collectives is not checked.
 //  * Several trees over one process group, used by several threads.
-//  * Ranks that shard a module with other values, or that load or change the
-//    shards of one rank alone.
+//  * Ranks that load or change the shards of one rank alone.
 // docs/gotchas.md says what other code does, and what to write instead.
 #pragma once
 
@@ -59,7 +60,7 @@ class FSDPState;
 
 class FullyShard {
  public:
-  // Throws c10::ValueError if it was applied to the module before, for
+  // (collective) Throws c10::ValueError if it was applied to the module before, for
   // parameters that can't be sharded (see state/managed_params.h) and for
   // options out of range; c10::NotImplementedError for a parameter that is not
   // on the CPU.

@@ -135,15 +135,26 @@ void load_full_state_dict(const ModuleRef& module, const StateDict& state_dict,
       "]. Nothing was loaded; pass strict=false to skip missing and "
       "unexpected names.");
   for (const auto& item : items) {
+    TORCH_CHECK_VALUE(
+        item.state == nullptr || item.state->full_parameter_writers == 0,
+        "load_full_state_dict was called in a composable::FullParameters "
+        "scope, "
+        "which would replace '",
+        item.fqn, "' at its end. Close the scope first.");
+  }
+  for (const auto& item : items) {
     const at::Tensor* value = state_dict.find(item.fqn);
     if (value == nullptr) continue;
     if (item.state == nullptr) {
+      if (item.tensor.is_meta()) internal::GiveMemory(item.tensor);
       at::Tensor(item.tensor).copy_(*value);
       continue;
     }
     FSDPParamGroup& group = *item.state->group();
     const auto lock = item.state->LockTree();
     group.MarkAllDirty();
+    group.SetHasValues(static_cast<int>(item.param - group.params().data()),
+                       true);
     item.param->CopyRowsFrom(
         *value, group.segments()[item.param->segment()].flat_shard);
   }

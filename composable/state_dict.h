@@ -25,7 +25,7 @@ using StateDict = torch::OrderedDict<std::string, at::Tensor>;
 StateDict full_state_dict(const ModuleRef& module);
 
 // Copies whole values into the module's parameters (each rank its own rows) and
-// buffers. No communication: every rank passes the same `state_dict`. Throws
+// buffers; those on the meta device get memory first. No communication: every rank passes the same `state_dict`. Throws
 // c10::ValueError, listing all names and shapes that differ, before anything is
 // changed; with `strict` false, missing and unexpected names are skipped.
 void load_full_state_dict(const ModuleRef& module, const StateDict& state_dict,

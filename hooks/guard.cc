@@ -19,6 +19,7 @@
 #include "hooks/dtype_mismatch.h"
 #include "hooks/finalize_backward.h"
 #include "hooks/forward_scope.h"
+#include "hooks/meta_device.h"
 #include "hooks/pre_backward.h"
 #include "hooks/pre_forward.h"
 #include "hooks/root_pre_forward.h"
@@ -129,12 +130,10 @@ class Touches {
       return;
     }
     const int param = group.FindParam(found.segment, tensor.storage_offset());
-    TORCH_CHECK_VALUE(
-        !written, Name(), " writes the whole parameter '",
-        group.params()[param].fqn,
-        "', which is sharded: the change would be lost. Initialise a module "
-        "before fully_shard, change the shard that module->parameters() "
-        "holds, or load whole values with composable::load_full_state_dict.");
+    if (written) {
+      WriteWhole(*state, param);
+      return;
+    }
     for (auto& read : reads_) {
       if (read.state == state) {
         read.params.push_back(param);
@@ -192,8 +191,42 @@ class Touches {
 
   const std::string& Name() const { return op_.schema().name(); }
 
+  void WriteWhole(FSDPState& state, int param) {
+    const std::string& fqn = state.group()->params()[param].fqn;
+    TORCH_CHECK_VALUE(
+        state.full_parameter_writers > 0, Name(),
+        " writes the whole parameter '", fqn,
+        "', which is sharded: the change would be lost. Write it inside of a ",
+        state.full_parameter_scopes > 0
+            ? "composable::FullParameters scope with writeback, which the open "
+              "one lacks. "
+            : "composable::FullParameters scope(module), opened by all ranks. ",
+        "Or initialise a module before fully_shard, change the shard that "
+        "module->parameters() holds, or load whole values with "
+        "composable::load_full_state_dict.");
+    TORCH_CHECK_VALUE(
+        !op_.hasTag(at::Tag::inplace_view), Name(),
+        " gives the whole parameter '", fqn,
+        "' another shape or memory. In a composable::FullParameters scope only "
+        "its values can be written: use copy_.");
+    TORCH_CHECK_VALUE(
+        !c10::GradMode::is_enabled(), Name(), " writes the whole parameter '",
+        fqn,
+        "' in place with gradients on, which autograd would record. Hold a "
+        "torch::NoGradGuard.");
+    const auto lock = state.LockTree();
+    const at::Tensor whole = state.group()->params()[param].unsharded();
+    if (whole.defined()) internal::BumpVersion(whole);
+  }
+
   void WriteShard(FSDPState& state, int param) {
     const FSDPParam& written = state.group()->params()[param];
+    TORCH_CHECK_VALUE(
+        state.full_parameter_writers == 0, Name(), " writes the shard of '",
+        written.fqn,
+        "' while a composable::FullParameters scope holds the whole parameter, "
+        "which would replace it at its end. Write the member, or close the "
+        "scope first.");
     const bool by_size = Name() == "aten::eye";
     TORCH_CHECK_VALUE(
         AllowShardMath::IsAllowed() ||
@@ -252,6 +285,13 @@ class Touches {
         "For a penalty over shards hold a composable::AllowShardMath.");
   }
 
+  // In a FullParameters scope: nothing is to be gathered, and no forward begins.
+  static bool IsHeldWhole(const FSDPState& state) {
+    const FSDPParamGroup& group = *state.group();
+    return state.full_parameter_scopes > 0 && !group.dirty() &&
+           group.sharded_state() == ShardedState::kUnsharded;
+  }
+
   const std::string& FirstRead() const {
     const Read& first = reads_.front();
     return first.state->group()->params()[first.params.front()].fqn;
@@ -279,6 +319,7 @@ class Touches {
     reads_.assign(std::make_move_iterator(others.begin()),
                   std::make_move_iterator(others.end()));
     for (const auto& read : mine) {
+      if (!backward && IsHeldWhole(*read.state)) continue;
       if (!backward &&
           ReadsOutsideForward(*context, *read.state, read.params.front(),
                               op_.schema().name())) {
@@ -311,6 +352,7 @@ class Touches {
 
 void GuardFallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    torch::jit::Stack* stack) {
+  if (MetaDevice::IsActive()) MakeOnMeta(op, *stack);
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());
   // c10d's operators write their tensors without saying so in the schema.

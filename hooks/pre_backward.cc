@@ -1,6 +1,7 @@
 #include "hooks/pre_backward.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include <memory>
@@ -40,6 +41,12 @@ struct RunningBackward {
 }  // namespace
 
 void EnterBackward(const std::shared_ptr<FSDPStateContext>& context) {
+  TORCH_CHECK_VALUE(
+      context->full_parameter_scopes == 0,
+      "A backward of sharded modules runs while a "
+      "composable::FullParameters scope of them is open, at whose "
+      "end it would free what the scope holds. Close the scope "
+      "first.");
   if (context->training_state == TrainingState::kIdle ||
       context->training_state == TrainingState::kForward) {
     CheckNoOpenFinalization(*context, "A backward");

@@ -14,6 +14,7 @@ namespace {
 void Free(FSDPStateContext& context, bool all) {
   for (FSDPState* state : context.states) {
     if (state == nullptr || state->group() == nullptr) continue;
+    if (state->full_parameter_scopes > 0) continue;
     state->pinned = false;
     if (!all && !state->reshard_after_backward &&
         state->group()->sharded_state() == ShardedState::kUnsharded) {

@@ -11,7 +11,9 @@
 #include "absl/container/flat_hash_set.h"
 #include "hooks/alone.h"
 #include "hooks/finalize_backward.h"
+#include "hooks/missing_values.h"
 #include "hooks/root_post_backward.h"
+#include "hooks/tree_report.h"
 
 namespace composable {
 namespace {
@@ -123,7 +125,10 @@ std::shared_ptr<FSDPStateContext> LazyInit(FSDPState& state) {
     builder.Visit(*module, "");
     context->roots.push_back(module);
   }
-  if (!context->states.empty()) Configure(*context, *root);
+  if (!context->states.empty()) {
+    Configure(*context, *root);
+    ReportTree(*context);
+  }
   if (state.context == nullptr) {
     // The module was taken out of the tree since, or is used by a list whose
     // first module is gone: it is a tree of its own.
@@ -162,6 +167,7 @@ void RootPreForward(FSDPStateContext& context) {
   }
   CheckMayBeginForward(context);
   context.snapshot.Check(context.roots);
+  CheckHasValues(context.states);
   for (FSDPState* state : context.states) {
     if (state == nullptr || state->group() == nullptr) continue;
     state->group()->CheckParams();
@@ -180,6 +186,9 @@ void ResetTree(const std::shared_ptr<FSDPStateContext>& context) {
       context->running_backward.expired(),
       "fully_shard: a backward through modules that are being sharded is "
       "running. Shard all modules before training.");
+  TORCH_CHECK_VALUE(context->full_parameter_scopes == 0,
+                    "fully_shard: a composable::FullParameters scope is open "
+                    "of modules that are being sharded. Close it first.");
   AbortPass(*context);
   for (FSDPState* state : context->states) {
     if (state == nullptr) continue;

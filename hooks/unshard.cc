@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "absl/container/inlined_vector.h"
+#include "hooks/missing_values.h"
 
 namespace composable {
 namespace {
@@ -85,6 +86,7 @@ void WaitForRoomInFlight(FSDPStateContext& context) {
 
 void IssueUnshard(FSDPStateContext& context, FSDPStates needed,
                   const PassOrder& order) {
+  CheckHasValues(needed);
   for (FSDPState* state : needed) {
     FSDPParamGroup& group = *state->group();
     if (!group.is_sharded() && group.dirty()) Reshard(context, *state);
@@ -198,6 +200,7 @@ void Prefetch(FSDPStateContext& context, FSDPStates needed, PassOrder& order) {
     seen.push_back(next);
     if (static_cast<int64_t>(seen.size()) >= limit) return;
     FSDPParamGroup& group = *next->group();
+    if (!group.has_all_values()) continue;
     if (!group.is_sharded() && group.dirty()) Reshard(context, *next);
     if (!group.is_sharded()) continue;
     if (context.stats.gathers_in_flight >= limit) return;

@@ -110,6 +110,8 @@ class FSDPParam {
   at::Tensor sharded;                // S
   NodePtr accumulator;               // of S; null if it can't have a gradient
   bool has_edge = false;             // P's gradients flow into the sink
+  bool has_values = true;            // false: was on the meta device, see
+                                     // FSDPParamGroup::SetHasValues
   int leaf_questions = 0;            // that were looked into
 
   // What a reduction left in S.grad() last, while GradientReduction looks.

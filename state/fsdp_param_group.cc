@@ -1,6 +1,7 @@
 #include "state/fsdp_param_group.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
@@ -8,6 +9,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "collectives/hash.h"
@@ -119,7 +121,7 @@ void FSDPParamGroup::BuildSegments() {
     const auto places =
         has_empty ? static_cast<int64_t>(segment.params.size()) : 0;
     segment.flat_shard =
-        at::zeros({numel + places}, segment.dtype).narrow(0, 0, numel);
+        MakeFlatShard(segment, numel + places).narrow(0, 0, numel);
     std::vector<const FSDPParam*> in_order;
     for (const int i : segment.params) {
       MakeShard(params_[i], segment);
@@ -137,9 +139,25 @@ void FSDPParamGroup::BuildSegments() {
   owned_bytes_ = std::move(owned_bytes);
 }
 
+at::Tensor FSDPParamGroup::MakeFlatShard(const Segment& segment,
+                                         int64_t places) const {
+  const bool any_values =
+      std::any_of(segment.params.begin(), segment.params.end(),
+                  [&](int i) { return !params_[i].unsharded().is_meta(); });
+  if (any_values) return at::zeros({places}, segment.dtype);
+  return internal::MakeTensor(
+      internal::MakeEmptyStorage(places * c10::elementSize(segment.dtype)),
+      segment.dtype, {places}, {1}, 0);
+}
+
 void FSDPParamGroup::MakeShard(FSDPParam& param, const Segment& segment) {
   const at::Tensor whole = param.unsharded();
-  param.CopyRowsFrom(whole.detach(), segment.flat_shard);
+  if (whole.is_meta()) {
+    param.has_values = false;
+    ++without_values_;
+  } else {
+    param.CopyRowsFrom(whole.detach(), segment.flat_shard);
+  }
   param.sharded = param.RowsIn(segment.flat_shard);
   internal::WatchGradient(param.sharded, param.gradient_watch);
   param.sharded.set_requires_grad(whole.requires_grad());
@@ -147,7 +165,7 @@ void FSDPParamGroup::MakeShard(FSDPParam& param, const Segment& segment) {
   if (grad_dtype != whole.scalar_type()) {
     param.sharded.set_grad_dtype(grad_dtype);
   }
-  if (whole.grad().defined()) {
+  if (whole.grad().defined() && !whole.is_meta()) {
     at::Tensor rows = param.RowsOf(whole.grad().to_dense());
     internal::AddGuard(rows);
     param.sharded.mutable_grad() = std::move(rows);
@@ -412,6 +430,97 @@ void FSDPParamGroup::ReleaseKeptBuffer(BufferPool& pool) {
   if (is_sharded()) buffer_.Release(pool);
 }
 
+void FSDPParamGroup::UnshardWithoutGather(BufferPool& pool) {
+  TORCH_INTERNAL_ASSERT(is_sharded());
+  if (buffer_.data() == nullptr) {
+    buffer_.Acquire(unsharded_bytes_, pool, /*custom=*/nullptr);
+  }
+  from_part_ = true;  // nothing is staged
+  dirty_ = false;
+  sharded_state_ = ShardedState::kUnsharding;
+  WaitUnshard(pool);
+}
+
+void FSDPParamGroup::CopyIntoGathered(const FSDPParam& param,
+                                      const at::Tensor& whole,
+                                      const at::Tensor& gathered) const {
+  const Segment& segment = segments_[param.segment()];
+  if (const Chunks* chunks = param.chunks()) {
+    Chunks::Views views;
+    chunks->AppendViews(whole, gathered, param.local_offset(),
+                        segment.layout.shard_numel(), views);
+    at::_foreach_copy_(views.chunks, views.wholes);
+    return;
+  }
+  param.WholeIn(internal::StorageOf(gathered), segment.dtype).copy_(whole);
+}
+
+void FSDPParamGroup::AllocateShards() {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  for (const auto& segment : segments_) {
+    const auto storage = internal::StorageOf(segment.flat_shard);
+    if (internal::HasData(*storage)) continue;
+    const auto memory = std::make_shared<at::Tensor>(
+        at::zeros({static_cast<int64_t>(storage->nbytes())}, c10::kByte));
+    internal::SetData(*storage, memory->mutable_data_ptr());
+    internal::SetOwner(*storage, memory);
+  }
+}
+
+void FSDPParamGroup::SetHasValues(int index, bool has_values) {
+  if (has_values) AllocateShards();
+  bool& now = params_[index].has_values;
+  if (now == has_values) return;
+  now = has_values;
+  without_values_ += has_values ? -1 : 1;
+}
+
+void FSDPParamGroup::WriteBack(int index) {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  const FSDPParam& param = params_[index];
+  const at::Tensor shard = param.RowsIn(segments_[param.segment()].flat_shard);
+  if (shard.numel() == 0) return;
+  const at::Tensor rows = param.RowsOf(GatheredValue(param));
+  const at::Tensor before = shard.to(rows.scalar_type());
+  // Bit by bit: a NaN is equal to itself.
+  if (std::memcmp(before.const_data_ptr(), rows.const_data_ptr(),
+                  rows.nbytes()) == 0) {
+    return;
+  }
+  ++writes_;
+  if (const at::Tensor whole = param.unsharded(); whole.defined()) {
+    internal::BumpVersion(whole);
+  }
+  shard.copy_(rows);
+}
+
+void FSDPParamGroup::ScatterWhole() {
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  AllocateShards();
+  for (const auto& segment : segments_) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !segment.is_cast(), "Parameter '", params_[segment.params.front()].fqn,
+        "' is gathered in ", segment.gathered,
+        ", in which its initial values would be rounded. Initialise a plain "
+        "module on rank 0 and load it with composable::load_full_state_dict, "
+        "or "
+        "materialize it without param_dtype.");
+    at::Tensor whole = WholeBytes(segment);
+    if (segment.staged != nullptr) {
+      const at::Tensor flat =
+          at::zeros({segment.layout.unsharded_numel()}, segment.dtype);
+      for (const int i : segment.params) {
+        CopyIntoGathered(params_[i], GatheredValue(params_[i]), flat);
+      }
+      whole = flat.view(c10::kByte);
+    }
+    communicator_.Scatter(ShardBytes(segment), whole, segment.label);
+  }
+}
+
 void FSDPParamGroup::MarkDirty(int param) {
   dirty_ = true;
   ++writes_;
@@ -444,6 +553,7 @@ void FSDPParamGroup::SetShardData(int index, const at::Tensor& data) {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   MarkDirty(index);
+  SetHasValues(index, true);
   // Itself and its parameters.
   const size_t owners = 1 + segment.params.size();
   if (!warned_of_alias_ && segment.flat_shard.storage().use_count() > owners) {

@@ -22,6 +22,12 @@
 // once, and a loss that outlives its model can still run backward. The group
 // holds its storages, parameters and sink weakly.
 //
+// Note [Parameters without values]
+// A parameter that is on the meta device when it is sharded becomes one without
+// values: P is a CPU tensor like any other, S a view of a flat shard without
+// memory. The flat shard gets memory with the first values that come into its
+// group. While a parameter has none, its group can't be gathered.
+//
 // Thread-compatible: guarded by the mutex of the tree.
 #pragma once
 
@@ -118,6 +124,25 @@ class FSDPParamGroup {
   void set_keep_buffer(bool keep) { keep_buffer_ = keep; }
   // Gives a buffer back that was kept, if it holds no whole parameters now.
   void ReleaseKeptBuffer(BufferPool& pool);
+  // kSharded -> kUnsharded, with memory of unspecified contents.
+  void UnshardWithoutGather(BufferPool& pool);
+
+  // Gives flat shards that have none memory, zeroed.
+  void AllocateShards();
+  // Whether parameter `index` has values. See Note [Parameters without values].
+  void SetHasValues(int index, bool has_values);
+  bool has_all_values() const { return without_values_ == 0; }
+
+  // While kUnsharded: makes this rank's rows of parameter `index` those of the
+  // whole, which is not stale by that.
+  void WriteBack(int index);
+  // (collective) While kUnsharded: the flat shards become the parts of rank 0's
+  // whole parameters.
+  void ScatterWhole();
+  // Copies `whole`, of the parameter's sizes, to its place in `gathered`, a flat
+  // tensor of the size and dtype of its segment's gathered shards.
+  void CopyIntoGathered(const FSDPParam& param, const at::Tensor& whole,
+                        const at::Tensor& gathered) const;
 
   ShardedState sharded_state() const { return sharded_state_; }
   // Neither gathered nor about to be.
@@ -150,8 +175,8 @@ class FSDPParamGroup {
   // known.
   void SetNames(const std::string& group_fqn);
 
-  // The whole value of `param`, which is one of params(), while kUnsharded. In
-  // the gathered dtype.
+  // The whole value of `param`, which is one of params(), while kUnsharded: a
+  // plain view of the gathered memory, in the gathered dtype.
   at::Tensor GatheredValue(const FSDPParam& param) const;
   // Whether a segment is gathered in another dtype than its own.
   bool is_cast() const;
@@ -193,6 +218,7 @@ class FSDPParamGroup {
 
  private:
   void BuildSegments();
+  at::Tensor MakeFlatShard(const Segment& segment, int64_t places) const;
   void MakeShard(FSDPParam& param, const Segment& segment);
   void TakeOver();
   NodePtr Sink();
@@ -226,6 +252,7 @@ class FSDPParamGroup {
   ShardedState sharded_state_ = ShardedState::kSharded;
   bool dirty_ = false;  // a shard changed since the last gather was issued
   uint64_t writes_ = 0;
+  size_t without_values_ = 0;  // parameters
   bool warned_of_alias_ = false;
   bool from_part_ = false;  // the gather in flight, by post_forward_
   bool keep_buffer_ = false;

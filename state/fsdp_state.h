@@ -81,6 +81,8 @@ class FSDPStateContext {
   // in a forward or a backward only. See Note [Forward scopes].
   bool has_boundary = false;
   int open_scopes = 0;  // of all states of the tree
+  // Of all states of the tree: see FSDPState.
+  int full_parameter_scopes = 0;
 
   PassOrder forward_order;
   PassOrder backward_order;
@@ -181,6 +183,10 @@ class FSDPState final : public ComposableState {
   bool pinned = false;      // unshard() was called; stays until reshard()
   uint64_t last_touch = 0;
   int open_scopes = 0;  // forwards of the modules that run through a boundary
+  // Scopes in which the whole parameters stay, and those of them in which they
+  // may be written. See hooks/full_parameter_scope.h.
+  int full_parameter_scopes = 0;
+  int full_parameter_writers = 0;
 
   // Holds the mutex of the tree, if there is one yet.
   std::unique_lock<std::recursive_mutex> LockTree() const;

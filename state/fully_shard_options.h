@@ -39,6 +39,14 @@ struct FullyShardOptions {
   TORCH_ARG(ReshardAfterForward, reshard_after_forward) = {};
   // In which dtypes parameters are gathered, used and reduced.
   TORCH_ARG(MixedPrecisionPolicy, mp_policy);
+  // Rank 0's parameters and buffers become those of all ranks. Costs a scatter
+  // of the group and, where there are several ranks, one group's memory on rank
+  // 0 while it runs. Parameters that rank 0 has on the meta device have no values
+  // yet on any rank, and those that others have there get rank 0's.
+  TORCH_ARG(bool, sync_module_states) = true;
+  // Where they are not synchronised: throw c10::ValueError on all ranks, naming
+  // them, if they differ between ranks. Costs reading them once.
+  TORCH_ARG(bool, check_module_states) = true;
 
   // How each parameter is spread over the ranks; null: RaggedShard() for all.
   TORCH_ARG(ShardPlacementFn, shard_placement_fn) = nullptr;

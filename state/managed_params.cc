@@ -18,11 +18,8 @@ namespace {
 void CheckShardable(const OwnedParam& owned, const std::string& api) {
   const at::Tensor& p = owned.parameter;
   const std::string who = api + ": parameter '" + owned.name + "' ";
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      p.device().type() != c10::kMeta, who,
-      "is on the meta device. Give it memory first, with "
-      "torch::empty_like on the CPU and its initial values.");
-  TORCH_CHECK_NOT_IMPLEMENTED(p.device().is_cpu(), who, "is on ", p.device(),
+  TORCH_CHECK_NOT_IMPLEMENTED(p.device().is_cpu() || p.is_meta(), who, "is on ",
+                              p.device(),
                               ", and only CPU parameters can be sharded. Move "
                               "the module to the CPU first: module->to("
                               "torch::kCPU).");
@@ -60,6 +57,7 @@ void CheckNotTiedByMemory(const std::vector<OwnedParam>& owned,
                           const std::string& api) {
   absl::flat_hash_map<const void*, const OwnedParam*> at_address;
   for (const auto& param : owned) {
+    if (param.parameter.is_meta()) continue;
     const void* address = param.parameter.const_data_ptr();
     const auto [it, is_new] = at_address.emplace(address, &param);
     TORCH_CHECK_VALUE(is_new, api, ": parameters '", it->second->name,

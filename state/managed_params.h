@@ -30,7 +30,8 @@ struct ManagedParams {
 };
 
 // Parameters without elements, undefined entries, and those that are ignored, by
-// this call or an earlier one, are left alone.
+// this call or an earlier one, are left alone. Those on the meta device count as
+// CPU parameters without values.
 //
 // Throws, naming the parameter and what to do: c10::ValueError for a non-leaf,
 // an inference tensor, a sparse or not dense tensor, a parameter that no member

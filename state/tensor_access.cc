@@ -1,6 +1,7 @@
 #include "state/tensor_access.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/cpp_hook.h>
@@ -182,6 +183,10 @@ void SetFreedMessage(c10::StorageImpl& storage, std::string message) {
   storage.*Get(ThrowOnAccess{}) = throws;
 }
 
+bool HasData(const c10::StorageImpl& storage) {
+  return storage.nbytes() == 0 || !(storage.*Get(ThrowOnAccess{}));
+}
+
 void SetData(c10::StorageImpl& storage, void* data) {
   storage.*Get(ThrowOnAccess{}) = false;
   ReplaceMemory(storage, data);
@@ -207,7 +212,10 @@ at::Tensor MakeTensor(const c10::intrusive_ptr<c10::StorageImpl>& storage,
                       at::ScalarType dtype, at::IntArrayRef sizes,
                       at::IntArrayRef strides, int64_t offset) {
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::Storage(storage),
+      c10::DispatchKeySet(storage->device_type() == c10::kMeta
+                              ? c10::DispatchKey::Meta
+                              : c10::DispatchKey::CPU),
       c10::scalarTypeToTypeMeta(dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return tensor;
@@ -278,6 +286,19 @@ void KeepRetainedGradient(const at::Tensor& parameter) {
 
 void SetAccumulator(const at::Tensor& leaf, const NodePtr& node) {
   torch::autograd::impl::set_grad_accumulator(leaf, WeakNodePtr(node));
+}
+
+void GiveMemory(const at::Tensor& tensor) {
+  const at::Tensor flat =
+      at::empty({static_cast<int64_t>(tensor.storage().nbytes())}, c10::kByte);
+  const at::Tensor data =
+      MakeTensor(StorageOf(flat), tensor.scalar_type(), tensor.sizes(),
+                 tensor.strides(), tensor.storage_offset());
+  SetBody(tensor, data);
+}
+
+void SetBody(const at::Tensor& tensor, const at::Tensor& data) {
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
 }
 
 void BumpVersion(const at::Tensor& parameter) {

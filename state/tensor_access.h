@@ -62,6 +62,9 @@ void SetOwner(c10::StorageImpl& storage, std::shared_ptr<void> owner);
 // What access throws while there is no memory.
 void SetFreedMessage(c10::StorageImpl& storage, std::string message);
 
+// Whether it has memory, or needs none.
+bool HasData(const c10::StorageImpl& storage);
+
 // Points the storage to memory that the caller keeps alive until DropData.
 void SetData(c10::StorageImpl& storage, void* data);
 // Takes the memory away. The storage keeps its size, which view operators
@@ -130,6 +133,12 @@ void AttachMemberHooks(const at::Tensor& parameter, const NodePtr& node,
                        uint32_t index);
 // The same for retain_grad(), once the gradient edge is set.
 void KeepRetainedGradient(const at::Tensor& parameter);
+
+// Gives `tensor`, which is on the meta device, memory on the CPU of unspecified
+// contents, keeping its identity, sizes, strides and autograd state.
+void GiveMemory(const at::Tensor& tensor);
+// Makes `tensor` a tensor over what `data` is over, of its device and sizes.
+void SetBody(const at::Tensor& tensor, const at::Tensor& data);
 
 // Tells autograd that the values of `parameter` changed, so that a backward
 // through an earlier use of it fails as it does for an in-place change.

@@ -43,9 +43,13 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-Net Sharded(const ProcessGroupPtr& group, int64_t hidden = 8) {
+Net Sharded(const ProcessGroupPtr& group, int64_t hidden = 8,
+            bool sync_module_states = true) {
   auto net = RankContext::Seeded(7, [&] { return Net(hidden); });
-  const auto options = FullyShardOptions().mesh(group);
+  const auto options = FullyShardOptions()
+                           .mesh(group)
+                           .sync_module_states(sync_module_states)
+                           .check_module_states(sync_module_states);
   fully_shard(net->fc1, options);
   fully_shard(net->fc2, options);
   fully_shard(net, options);
@@ -238,7 +242,8 @@ TEST(DivergenceTest, OneRankClips) {
 TEST(DivergenceTest, UnequalModulesAreFoundAtTheFirstGather) {
   std::vector<std::string> errors(2);
   RunRanks(2, [&](RankContext& rank) {
-    Net net = Sharded(rank.group, rank.rank == 0 ? 8 : 16);
+    Net net = Sharded(rank.group, rank.rank == 0 ? 8 : 16,
+                      /*sync_module_states=*/false);
     errors[rank.rank] = ErrorOf<c10::DistError>([&] { TrainStep(net); });
     ExpectAllSharded(net);
   });
@@ -249,6 +254,21 @@ TEST(DivergenceTest, UnequalModulesAreFoundAtTheFirstGather) {
             HasSubstr("; rank 1: all-gather of 'fc1' ("),
             HasSubstr("). Shard the same modules, with the same parameters and "
                       "in the same order, on every rank.")));
+  EXPECT_EQ(errors[1], errors[0]);
+}
+
+TEST(DivergenceTest, UnequalModulesAreFoundWhenTheyAreSharded) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](RankContext& rank) {
+    errors[rank.rank] = ErrorOf<c10::DistError>(
+        [&] { Sharded(rank.group, rank.rank == 0 ? 8 : 16); });
+  });
+  EXPECT_THAT(
+      errors[0],
+      AllOf(HasSubstr("rank 0: broadcast of 'sync_module_states of "
+                      "torch::nn::LinearImpl with 'weight''"),
+            HasSubstr("Shard the same modules, with the same parameters "
+                      "and in the same order, on every rank.")));
   EXPECT_EQ(errors[1], errors[0]);
 }
 
@@ -263,7 +283,9 @@ TEST(DivergenceTest, OtherNamesOfParameters) {
   std::vector<std::string> errors(2);
   RunRanks(2, [&](RankContext& rank) {
     OtherName module(rank.rank == 0 ? "scale" : "shift");
-    fully_shard(module, rank.options());
+    fully_shard(
+        module,
+        rank.options().sync_module_states(false).check_module_states(false));
     errors[rank.rank] = ErrorOf<c10::DistError>([&] { module->weight.sum(); });
   });
   EXPECT_THAT(errors[0],

@@ -450,11 +450,6 @@ struct Refused {
 
 const std::vector<Refused>& Refusals() {
   static const auto* refusals = new std::vector<Refused>{
-      {"Meta",
-       [] {
-         return Holds(torch::empty({7, 3}, torch::kMeta));
-       },
-       {"is on the meta device", "torch::empty_like"}},
       {"Overlapping",
        [] {
          return Holds(torch::randn({1, 3}).expand({7, 3}));

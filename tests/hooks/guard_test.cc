@@ -137,9 +137,10 @@ TEST(GuardTest, WritingAWholeParameterThrows) {
   const at::NoGradGuard no_grad;
   const std::string rest =
       " writes the whole parameter 'l0.weight', which is sharded: the change "
-      "would be lost. Initialise a module before fully_shard, change the "
-      "shard that module->parameters() holds, or load whole values with "
-      "composable::load_full_state_dict.";
+      "would be lost. Write it inside of a composable::FullParameters "
+      "scope(module), opened by all ranks. Or initialise a module before "
+      "fully_shard, change the shard that module->parameters() holds, or load "
+      "whole values with composable::load_full_state_dict.";
   at::Tensor weight = net->at(0)->weight;
   at::Tensor row = weight.select(0, 3);
   const size_t issued = rank.backend->issued();

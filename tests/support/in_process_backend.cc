@@ -14,15 +14,18 @@ void InProcessHub::Post(int rank, uint64_t sequence, Kind kind,
                         at::Tensor output, at::Tensor input) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Operation& operation = operations_[sequence];
+  const at::Tensor& part = kind == Kind::kScatter ? output : input;
+  const int64_t numel = part.numel();
+  const c10::ScalarType dtype = part.scalar_type();
   if (operation.posted == 0) {
     operation.kind = kind;
-    operation.numel = input.numel();
-    operation.dtype = input.scalar_type();
+    operation.numel = numel;
+    operation.dtype = dtype;
     operation.outputs.resize(world_size_);
     operation.inputs.resize(world_size_);
   }
-  if (operation.kind != kind || operation.numel != input.numel() ||
-      operation.dtype != input.scalar_type()) {
+  if (operation.kind != kind || operation.numel != numel ||
+      operation.dtype != dtype) {
     operation.error = "ranks issued different collectives";
   }
   operation.outputs[rank] = std::move(output);
@@ -62,6 +65,14 @@ void InProcessHub::Execute(Operation& operation) const {
     case Kind::kAllReduceMax:
       for (int s = 1; s < world_size_; ++s) out[0].copy_(out[0].max(in[s]));
       break;
+    case Kind::kBroadcast:
+      break;
+    case Kind::kScatter:
+      for (int r = 0; r < world_size_; ++r) {
+        const int64_t n = out[r].numel();
+        out[r].copy_(in[0].narrow(0, r * n, n));
+      }
+      return;
   }
   for (int r = 1; r < world_size_; ++r) out[r].copy_(out[0]);
 }
@@ -131,6 +142,21 @@ class InProcessBackend final : public c10d::Backend {
                     ? InProcessHub::Kind::kAllReduceMax
                     : InProcessHub::Kind::kAllReduceSum,
                 tensors[0], tensors[0]);
+  }
+  c10::intrusive_ptr<c10d::Work> broadcast(
+      std::vector<at::Tensor>& tensors,
+      const c10d::BroadcastOptions& /*options*/) override {
+    return Post(InProcessHub::Kind::kBroadcast, tensors[0], tensors[0]);
+  }
+  c10::intrusive_ptr<c10d::Work> scatter(
+      std::vector<at::Tensor>& outputs,
+      std::vector<std::vector<at::Tensor>>& inputs,
+      const c10d::ScatterOptions& /*options*/) override {
+    // The parts are slices of one tensor, one after the other.
+    const int64_t numel = outputs[0].numel() * getSize();
+    return Post(
+        InProcessHub::Kind::kScatter, outputs[0],
+        inputs.empty() ? at::Tensor() : inputs[0][0].as_strided({numel}, {1}));
   }
 
  private:

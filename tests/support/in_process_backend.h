@@ -26,7 +26,14 @@ namespace composable {
 
 class InProcessHub {
  public:
-  enum class Kind { kAllGather, kReduceScatter, kAllReduceSum, kAllReduceMax };
+  enum class Kind {
+    kAllGather,
+    kReduceScatter,
+    kAllReduceSum,
+    kAllReduceMax,
+    kBroadcast,
+    kScatter  // the input of rank 0; others have none
+  };
 
   InProcessHub(int world_size, std::chrono::milliseconds timeout);
 

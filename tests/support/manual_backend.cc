@@ -38,6 +38,12 @@ class ManualWork final : public c10d::Work {
   size_t index_;
 };
 
+// Of what was done at once.
+class DoneWork final : public c10d::Work {
+ public:
+  bool wait(std::chrono::milliseconds /*timeout*/) override { return true; }
+};
+
 ManualBackend::ManualBackend(int world_size, Log log)
     : Backend(/*rank=*/0, world_size), log_(std::move(log)) {}
 
@@ -159,6 +165,21 @@ c10::intrusive_ptr<c10d::Work> ManualBackend::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input,
     const c10d::ReduceScatterOptions& /*options*/) {
   return Issue(/*gather=*/false, output, input);
+}
+
+c10::intrusive_ptr<c10d::Work> ManualBackend::broadcast(
+    std::vector<at::Tensor>& /*tensors*/,
+    const c10d::BroadcastOptions& /*options*/) {
+  return c10::make_intrusive<DoneWork>();
+}
+
+c10::intrusive_ptr<c10d::Work> ManualBackend::scatter(
+    std::vector<at::Tensor>& outputs,
+    std::vector<std::vector<at::Tensor>>& inputs,
+    const c10d::ScatterOptions& /*options*/) {
+  const at::NoGradGuard no_grad;
+  outputs[0].copy_(inputs[0][getRank()]);
+  return c10::make_intrusive<DoneWork>();
 }
 
 c10::intrusive_ptr<ManualBackend> MakeManualBackend(int world_size,

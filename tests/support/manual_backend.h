@@ -8,6 +8,9 @@
 //   backend->Finish(0);      // lets it go on
 //   user.join();
 //
+// Broadcasts and scatters, with which fully_shard begins, are not counted: they
+// are done at once.
+//
 // The other ranks hold what this rank holds: a gathered buffer is this rank's
 // shard repeated, a reduction is this rank's part times the world size. Results
 // are written by Finish. Until then outputs are full of NaN, and inputs are
@@ -63,6 +66,13 @@ class ManualBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input,
       const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> broadcast(
+      std::vector<at::Tensor>& tensors,
+      const c10d::BroadcastOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> scatter(
+      std::vector<at::Tensor>& outputs,
+      std::vector<std::vector<at::Tensor>>& inputs,
+      const c10d::ScatterOptions& options) override;
 
  private:
   friend class ManualWork;
