@@ -1,14 +1,17 @@
 // Parameters that are gathered and reduced in other dtypes than they are kept.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/torch.h>
 
+#include <memory>
 #include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
+#include "collectives/communicator.h"
 #include "hooks/dtype_mismatch.h"
+#include "state/fsdp_state.h"
 #include "state/param_dtypes.h"
 #include "tests/composable/cast_reference.h"
 #include "tests/support/errors.h"
@@ -115,30 +118,29 @@ TEST(MixedPrecisionTest, OneRank) {
   });
 }
 
-TEST(MixedPrecisionTest, HeaderExamples) {
-  {
-    const auto group = init_process_group(
-        c10::make_intrusive<c10d::HashStore>(), /*rank=*/0, /*world_size=*/1);
-    torch::nn::Linear block(2, 2);
-    const torch::nn::Linear fc(2, 2);
-    // example-begin state/mixed_precision_policy.h
-    composable::fully_shard(block, composable::FullyShardOptions().mp_policy(
-                                       composable::MixedPrecisionPolicy()
-                                           .param_dtype(torch::kBFloat16)
-                                           .reduce_dtype(torch::kFloat)));
-    // example-end
-    const auto policy = Policy(kBFloat16);
+// It needs a default process group.
+[[maybe_unused]] void ShardAsTheHeaderSays(torch::nn::Linear& block) {
+  // example-begin state/mixed_precision_policy.h
+  composable::fully_shard(block, composable::FullyShardOptions().mp_policy(
+                                     composable::MixedPrecisionPolicy()
+                                         .param_dtype(torch::kBFloat16)
+                                         .reduce_dtype(torch::kFloat)));
+  // example-end
+}
+
+TEST(MixedPrecisionTest, HeaderExample) {
+  const torch::nn::Linear fc(2, 2);
+  const auto policy = Policy(kBFloat16);
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-value"
-    // example-begin state/param_dtypes.h
-    composable::ParamDtypes dtypes =
-        composable::ResolveDtypes(policy, "fc.weight", fc->weight);
-    dtypes.gathered;  // kBFloat16
-                      // example-end
+  // example-begin state/param_dtypes.h
+  composable::ParamDtypes dtypes =
+      composable::ResolveDtypes(policy, "fc.weight", fc->weight);
+  dtypes.gathered;  // kBFloat16
+  // example-end
 #pragma GCC diagnostic pop
-    EXPECT_EQ(dtypes.gathered, kBFloat16);
-    EXPECT_EQ(block->weight.scalar_type(), kBFloat16);
-  }
+  EXPECT_EQ(dtypes.gathered, kBFloat16);
+  EXPECT_EQ(dtypes.reduce, kFloat);
 }
 
 // The guard compiles this; see DtypeMismatchTest for what it does.
@@ -611,6 +613,29 @@ TEST(MixedPrecisionTest, StateDictsHoldTheMasters) {
     const ForwardScope scope(sharded);
     EXPECT_TRUE(torch::equal(sharded->first->weight.clone(),
                              (2 * plain->first->weight).to(kBFloat16)));
+  });
+}
+
+TEST(MixedPrecisionTest, AFailedCallGivesTheMemberItsDtypeBack) {
+  RunRanks(1, [](RankContext& rank) {
+    torch::nn::Linear model(torch::nn::LinearOptions(2, 2).bias(false));
+    const at::Tensor values = model->weight.detach().clone();
+    {
+      std::vector<OwnedParam> owned{
+          {model->weight, "weight", {{model.ptr(), "weight"}}}};
+      const auto state = std::make_shared<FSDPState>(
+          Modules{ModuleRef(model).ptr()}, rank.options(),
+          std::make_unique<FSDPParamGroup>(
+              owned, Communicator(rank.group, c10::kCPU), Policy(kBFloat16)));
+      owned.clear();
+      state->group()->Attach(
+          state, [] { return MakeNode<torch::autograd::Error>("never run"); });
+      EXPECT_EQ(model->weight.scalar_type(), kBFloat16);
+      state->Rollback();
+    }
+    EXPECT_EQ(model->weight.scalar_type(), kFloat);
+    EXPECT_TRUE(torch::equal(model->weight, values));
+    EXPECT_TRUE(model->parameters()[0].is_same(model->weight));
   });
 }
 
