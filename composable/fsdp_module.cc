@@ -92,6 +92,7 @@ void FSDPModule::set_reshard_after_forward(bool reshard, bool recurse) {
                [&](FSDPState& state) {
                  state.reshard_after_forward_override = reshard;
                  state.reshard_after_forward = reshard;
+                 if (state.group() != nullptr) state.group()->KeepNoPart();
                  const auto context = state.tree();
                  if (context != nullptr) SetSlotCapacity(*context);
                });

@@ -116,7 +116,9 @@ class FSDPParamGroup {
   void Reshard(BufferPool& pool);
   // kUnsharded -> kShardedPostForward, where keeps_part().
   void ReshardPostForward(BufferPool& pool);
-  bool keeps_part() const { return post_forward_.has_value(); }
+  bool keeps_part() const { return keeps_part_ && post_forward_.has_value(); }
+  // From now on ReshardPostForward is not used any more; what is kept stays.
+  void KeepNoPart() { keeps_part_ = false; }
   size_t kept_part_bytes() const {
     return post_forward_ ? post_forward_->bytes() : 0;
   }
@@ -254,6 +256,7 @@ class FSDPParamGroup {
   uint64_t writes_ = 0;
   size_t without_values_ = 0;  // parameters
   bool warned_of_alias_ = false;
+  bool keeps_part_ = true;
   bool from_part_ = false;  // the gather in flight, by post_forward_
   bool keep_buffer_ = false;
   GatherBuffer buffer_;  // while not is_sharded(), or kept

@@ -627,12 +627,15 @@ TEST(ResetIterStateTest, DropsTheIterationAndKeepsCompleteGradients) {
     again.backward();  // its graph is as good as before
     t.ExpectSame();
     Tensor x = Input(1, {4, 5}).requires_grad_();
+    bool ran = false;
     x.register_hook([&](const Tensor& /*g*/) {
+      ran = true;
       ExpectThrows<c10::ValueError>(
           [&] { t.handle().reset_iter_state(); },
           {"reset_iter_state()", "inside a backward"});
     });
     t.sharded(x).sum().backward();
+    EXPECT_TRUE(ran);
   });
 }
 
@@ -748,7 +751,9 @@ TEST(ManualFinalizationTest, Errors) {
                                   {"manual finalization is not enabled"});
     t.handle().set_manual_backward_finalization(true);
     Tensor x = Input(1, {4, 5}).requires_grad_();
+    bool ran = false;
     x.register_hook([&](const Tensor& /*g*/) {
+      ran = true;
       ExpectThrows<c10::ValueError>([&] { t.handle().finalize_backward(); },
                                     {"inside a backward"});
       ExpectThrows<c10::ValueError>(
@@ -756,6 +761,7 @@ TEST(ManualFinalizationTest, Errors) {
           {"inside a backward"});
     });
     t.sharded(x).sum().backward();
+    EXPECT_TRUE(ran);
     t.handle().set_requires_gradient_sync(true);
     auto handle = t.handle().finalize_backward(true);
     handle.wait();

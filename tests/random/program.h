@@ -3,9 +3,7 @@
 //
 //   const composable::Program program = composable::Program::Draw(17);
 //   auto expected = composable::TrainUnsharded(program);
-//   composable::RunRanks(program.world_size, [&](composable::RankContext& rank) {
-//     auto weights = composable::TrainSharded(program, rank);   // the same
-//   });
+//   auto weights = composable::TrainSharded(program, rank);   // the same
 //
 // A program says what it contains (`features`), so that tests can tell which
 // combinations were covered. Equal seeds give equal programs everywhere.

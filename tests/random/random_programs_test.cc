@@ -4,6 +4,7 @@
 //   tools/test //tests/random:random_programs_test --test_arg=--seeds=5000
 //   tools/test //tests/random:random_programs_test --test_arg=--seed=17
 #include <gtest/gtest.h>
+#include <torch/torch.h>
 
 #include <algorithm>
 #include <array>
@@ -99,6 +100,19 @@ TEST(RandomPrograms, DefaultSeedsCoverEveryPairOfFeatures) {
               << " programs, at least " << rarest
               << " with any other feature\n";
   }
+}
+
+TEST(RandomPrograms, HeaderExample) {
+  RunRanks(Program::Draw(17).world_size, [](RankContext& rank) {
+    // example-begin tests/random/program.h
+    const composable::Program program = composable::Program::Draw(17);
+    auto expected = composable::TrainUnsharded(program);
+    auto weights = composable::TrainSharded(program, rank);  // the same
+    // example-end
+    for (const auto& [name, value] : expected) {
+      EXPECT_TRUE(torch::allclose(weights.at(name), value)) << name;
+    }
+  });
 }
 
 TEST(RandomPrograms, ASeedGivesOneProgram) {

@@ -30,6 +30,8 @@ INTERFACE = "//tests/composable:interface_test"
 SEMANTICS = "//tests/composable:semantics_test"
 ROBUSTNESS = "//tests/composable:robustness_test"
 MESH = "//tests/parity:mesh_parity_test"
+GOLDEN = "//tests/parity:golden_traces_test"
+SCHEDULE = "//tests/parity:schedule_test"
 
 MUTANTS = [
     Mutant("row-boundary-off-by-one", "state/shard_layout.cc",
@@ -169,9 +171,8 @@ MUTANTS = [
            "The second entry of a tied parameter stays the whole."),
 
     Mutant("abort-leaves-gathers", "hooks/root_post_backward.cc",
-           "  ReshardAll(context);\n  Transition(&context.training_state, TreeEvent::kAbort);",
-           "  context.running_backward.reset();\n"
-           "  Transition(&context.training_state, TreeEvent::kAbort);",
+           "  Free(context, /*all=*/true);\n",
+           "",
            ROBUSTNESS, "exceptions_test.cc", "ExceptionTest.InANodeBetweenTwoLayers",
            "An exception leaves groups gathered."),
     Mutant("undo-forgets-ties", "composable/fully_shard.cc",
@@ -204,4 +205,45 @@ MUTANTS = [
            COLLECTIVES, "device_mesh_test.cc",
            "DeviceMeshTest.EqualRankSetsShareAGroupForAsLongAsItIsHeld",
            "Every mesh makes process groups of its own."),
+
+    Mutant("lists-of-the-other-pass", "hooks/unshard.cc",
+           "backward ? state->backward_prefetch : state->forward_prefetch;",
+           "backward ? state->forward_prefetch : state->backward_prefetch;",
+           GOLDEN, "golden_traces_test.cc",
+           "GoldenTrace.DiffersByTheRulesAlone/a3_backward_2",
+           "Forward gathers ahead what was listed for backward."),
+    Mutant("unread-groups-gathered-each-time", "hooks/root_post_backward.cc",
+           "  context.backward_order.Commit();\n",
+           "",
+           GOLDEN, "golden_traces_test.cc",
+           "GoldenTrace.DiffersByTheRulesAlone/a6_first_frozen",
+           "Backward goes on gathering ahead what it does not read."),
+    Mutant("held-groups-stay-over-the-limit", "hooks/pre_forward.cc",
+           "    FreeOverLimit(context, needed, order);\n",
+           "    (void)order;\n",
+           SCHEDULE, "schedule_test.cc",
+           "ReshardAfterBackwardTest.ForwardFreesWhatTheBackwardHeld",
+           "Groups that a backward held keep their memory through the next forward."),
+    Mutant("kept-storage-not-returned", "composable/fsdp_module.cc",
+           "state.group()->ReleaseKeptBuffer(context->pool);",
+           "",
+           SCHEDULE, "schedule_test.cc", "KeepUnshardedStorageTest.DataPointersStay",
+           "set_keep_unsharded_storage(false) frees nothing."),
+    Mutant("cleared-gradients-kept", "state/gradient_reduction.cc",
+           "if (!watch.touched || same) continue;",
+           "if (param.numel() >= 0 || watch.touched || same) continue;",
+           SCHEDULE, "schedule_test.cc", "ZeroGradTest.DropsPendingGradients",
+           "zero_grad() leaves what a backward without sync has kept."),
+    Mutant("finalization-not-demanded", "hooks/guard.cc",
+           "if (lock.owns_lock()) CheckMayWriteShards(state, Name());",
+           "",
+           SCHEDULE, "schedule_test.cc",
+           "ManualFinalizationTest.ForgottenIsAnErrorAtTheStepAndAtTheNextForward",
+           "An optimizer may step with gradients that are not complete."),
+    Mutant("not-last-backward-flushes", "hooks/root_post_backward.cc",
+           "    if (context.is_last_backward) {\n",
+           "    if (true) {\n",
+           SCHEDULE, "schedule_test.cc",
+           "LastBackwardTest.SticksToTheTreeWhicheverHandleItWasSetOn",
+           "A backward that is not the last one reduces what others have kept."),
 ]
