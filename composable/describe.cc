@@ -32,7 +32,7 @@ ParameterDescription Describe(const FSDPParam& param) {
   ParameterDescription result;
   result.fqn = param.fqn;
   result.sizes = param.sizes().vec();
-  result.dtype = param.dtype();
+  result.dtype = param.dtypes().original;
   result.requires_grad = param.sharded.requires_grad();
   result.has_values = param.has_values;
   result.local_sizes = param.sharded.sizes().vec();

@@ -7,11 +7,11 @@
 //
 // An example of the text:
 //
-//   fully_shard: 1 group, 15 parameters, 10 on this rank (25.0 % padding)
+//   fully_shard: 1 group, 15 parameters, 8 on this rank (6.2 % padding)
 //   idle, limit_all_gathers=2, backward_pre, forward_prefetch
 //   group '' (torch::nn::LinearImpl)
-//       sharded, reshard_after_forward=false, rank 0 of 2, 40 of 128 bytes
-//       'weight' [3, 5] Float: rows [2, 5] here, elements [0, 10) at offset 0
+//       sharded, reshard_after_forward=false, rank 0 of 2, 32 of 128 bytes
+//       'weight' [3, 5] Float: rows [8, 1] here, elements [0, 8) at offset 0
 //
 // Elements are counted in the order of memory, offsets in elements of the group's
 // unsharded buffer.

@@ -111,27 +111,33 @@ std::vector<NamedBuffer> BuffersOf(const Modules& modules) {
 std::vector<at::Tensor> MakeEqual(GroupCommunicators& communicators,
                                   FSDPParamGroup* group,
                                   const std::vector<NamedBuffer>& buffers,
-                                  const std::string& module,
+                                  const Modules& modules,
                                   const FullyShardOptions& options) {
+  Communicator* replicas =
+      communicators.replicate ? &*communicators.replicate : nullptr;
+  if (communicators.shard.size() == 1 &&
+      (replicas == nullptr || replicas->size() == 1)) {
+    return {};
+  }
+  const std::string& module = modules.front()->name();
   if (!options.sync_module_states()) {
     if (!options.check_module_states()) return {};
     CheckInitialValues(communicators.shard, group, buffers, module);
-    if (communicators.replicate) {
-      CheckInitialValues(*communicators.replicate, group, buffers, module);
+    if (replicas != nullptr) {
+      CheckInitialValues(*replicas, group, buffers, module);
     }
     return {};
   }
   auto values = SyncInitialValues(communicators.shard, group, buffers, module);
-  if (!communicators.replicate) return values;
+  if (replicas == nullptr) return values;
   if (group != nullptr) {
-    BroadcastShards(*communicators.replicate, *group, module);
+    BroadcastShards(*replicas, *group, module);
   }
   std::vector<NamedBuffer> synced = buffers;
   for (size_t i = 0; i < values.size(); ++i) {
     if (values[i].defined()) synced[i].tensor = values[i];
   }
-  auto of_first_replica =
-      SyncInitialValues(*communicators.replicate, nullptr, synced, module);
+  auto of_first_replica = SyncInitialValues(*replicas, nullptr, synced, module);
   return of_first_replica.empty() ? values : of_first_replica;
 }
 
@@ -164,8 +170,7 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
       group = std::make_unique<FSDPParamGroup>(managed.owned, *communicators,
                                                options.mp_policy());
     }
-    synced = MakeEqual(*communicators, group.get(), buffers,
-                       modules.front()->name(), options);
+    synced = MakeEqual(*communicators, group.get(), buffers, modules, options);
   }
   // The functions might own the modules.
   resolved.shard_placement_fn(nullptr).all_gather_extension_fn(nullptr);

@@ -17,6 +17,7 @@
 #include "collectives/communicator.h"
 #include "hooks/full_parameter_scope.h"
 #include "state/fsdp_state.h"
+#include "state/initial_values.h"
 #include "state/tensor_access.h"
 
 namespace composable {
@@ -119,6 +120,9 @@ class Open {
       communicator.Broadcast(
           flags, MakeCollectiveLabel("materialize of " + state.fqn));
       group.ScatterWhole();
+      if (Communicator* replicas = group.replicate_communicator()) {
+        BroadcastShards(*replicas, group, "materialize");
+      }
       held.Discard();
     } else {
       for (int i = 0; i < count; ++i) {
@@ -213,6 +217,9 @@ void materialize(const ModuleRef& module,
       const auto& state = task.states.empty() ? any_state : task.states.front();
       if (state != nullptr && state->options().sync_module_states()) {
         plain.Sync(state->group()->communicator());
+        if (Communicator* replicas = state->group()->replicate_communicator()) {
+          plain.Sync(*replicas);
+        }
       }
     }
     open.Close();

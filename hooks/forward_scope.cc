@@ -11,6 +11,7 @@
 
 #include "hooks/alone.h"
 #include "hooks/finalize_backward.h"
+#include "hooks/join.h"
 #include "hooks/pre_backward.h"
 #include "hooks/pre_forward.h"
 #include "hooks/root_post_backward.h"
@@ -93,6 +94,8 @@ void ForwardScope::Open() {
   if (context_->training_state == TrainingState::kIdle) {
     CheckMayBeginForward(*context_);  // which is no reason to drop gradients
   }
+  ++context_->open_scopes;
+  ++state->open_scopes;
   try {
     RootPreForward(*context_);
     if (group != nullptr) {
@@ -103,11 +106,11 @@ void ForwardScope::Open() {
       PreForward(*context_, {&state, 1});
     }
   } catch (...) {
+    --context_->open_scopes;
+    --state->open_scopes;
     if (state->is_root() && state->open_scopes == 0) AbortForward(*context_);
     throw;
   }
-  ++context_->open_scopes;
-  ++state->open_scopes;
 }
 
 void ForwardScope::Close(bool failed) {
@@ -119,8 +122,11 @@ void ForwardScope::Close(bool failed) {
     Leave(*context_, *state_);
   } else if (failed) {
     AbortForward(*context_);
-  } else if (starts_evaluation_ &&
-             context_->training_state == TrainingState::kForward) {
+  } else {
+    JoinEnd(*context_, JoinOp::kEndForward);
+  }
+  if (state_->is_root() && !failed && starts_evaluation_ &&
+      context_->training_state == TrainingState::kForward) {
     Transition(&context_->training_state, TreeEvent::kEndForward);
   }
 }

@@ -118,14 +118,15 @@ HeldGroup HoldForInit(const std::shared_ptr<FSDPState>& state,
   const bool any_values =
       std::any_of(group.params().begin(), group.params().end(),
                   [](const FSDPParam& param) { return param.has_values; });
+  const ShardedState before = group.sharded_state();
   if (any_values) {
     group.IssueUnshard(context.pool);
-    context.AccountIssued(*state);
+    context.AccountIssued(*state, before);
     FSDPState* needed = state.get();
     WaitUnshard(context, {&needed, 1});
   } else {
     group.UnshardWithoutGather(context.pool);
-    context.AccountIssued(*state);
+    context.AccountIssued(*state, before);
     context.AccountWaited();
   }
   for (const auto& param : group.params()) {

@@ -1,6 +1,7 @@
 #include "hooks/pre_forward.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 
@@ -14,6 +15,14 @@ void PreForward(FSDPStateContext& context, FSDPStates needed) {
   RootPreForward(context);
   const bool training = c10::GradMode::is_enabled();
   if (IsCurrent(context, needed, training)) return;
+  TORCH_CHECK_VALUE(
+      !context.options.rank_dependent() ||
+          context.states.front()->open_scopes > 0,
+      "Ranks may run different operators (rank_dependent), and '",
+      needed.front()->group()->params().front().fqn,
+      "' is read outside a forward of the root that runs through its boundary, "
+      "so others can't know of it. Call the root by its COMPOSABLE_MODULE "
+      "holder, composable::call or in a composable::ForwardScope.");
   AbortOnError abort(context);
   PostForward(context, needed);
   PassOrder& order = context.forward_order;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "hooks/join.h"
 #include "hooks/unshard.h"
 
 namespace composable {
@@ -93,13 +94,30 @@ void FinishReductions(FSDPStateContext& context) {
   while (!context.reducing.empty()) FinishOldest(context);
 }
 
-void IssueReduction(FSDPStateContext& context, FSDPState& state) {
+namespace {
+
+void IssueAlone(FSDPStateContext& context, FSDPState& state) {
   context.reducing.push_back(&state);
   context.has_reduced = true;
   const size_t bytes = state.reduction()->Issue();
   ++context.stats.num_reductions;
   context.stats.reduced_bytes += static_cast<int64_t>(bytes);
   context.Trace(TraceEvent::kReduce, state);
+}
+
+}  // namespace
+
+void IssueReduction(FSDPStateContext& context, FSDPState& state) {
+  JoinRound round(context, JoinOp::kReduce, state.id);
+  IssueAlone(context, state);
+  round.Finish();
+}
+
+void ReduceForOthers(FSDPStateContext& context, FSDPState& state) {
+  MakeRoomForReduction(context, state);
+  state.reduction()->Pack(
+      std::vector<at::Tensor>(state.group()->params().size()), context.pool);
+  IssueAlone(context, state);
 }
 
 void ReducePending(FSDPStateContext& context,
@@ -117,11 +135,13 @@ void ReducePending(FSDPStateContext& context,
 }
 
 std::vector<at::Tensor> ReduceNow(FSDPStateContext& context, FSDPState& state) {
+  JoinRound round(context, JoinOp::kReduce, state.id);
   ++context.stats.num_reductions;
   context.Trace(TraceEvent::kReduce, state);
   const Finishing scope(context);
   size_t all_reduced = 0;
   auto gradients = state.reduction()->ReduceNow(context.pool, &all_reduced);
+  round.Finish();
   context.Trace(TraceEvent::kReduceWait, state);
   if (all_reduced == 0) return gradients;
   ++context.stats.num_all_reductions;

@@ -35,6 +35,10 @@ bool IsFinishingReduction(const FSDPStateContext& context);
 // Issues the reduction of what `state` has packed.
 void IssueReduction(FSDPStateContext& context, FSDPState& state);
 
+// Takes part in a reduction of `state` without gradients of this rank, but those
+// that it has kept; see Note [Joining].
+void ReduceForOthers(FSDPStateContext& context, FSDPState& state);
+
 // Reduces what the groups of `states` have pending, one after the other; the
 // last one stays in flight.
 void ReducePending(FSDPStateContext& context,

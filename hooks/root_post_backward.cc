@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "hooks/join.h"
 #include "hooks/reduce.h"
 #include "hooks/unshard.h"
 
@@ -68,6 +69,8 @@ void RootPostBackward(FSDPStateContext& context) {
     }
     FinishReductions(context);
   }
+  JoinEnd(context, JoinOp::kEndBackward);
+  FinishReductions(context);
   if (context.manual_finalization || !context.is_last_backward) {
     for (FSDPState* state : context.resident) {
       state->held |=

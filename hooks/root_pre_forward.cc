@@ -75,6 +75,26 @@ class TreeBuilder {
   absl::flat_hash_set<const FSDPParam*> named_;  // tied ones: by the first
 };
 
+// Rounds are held by the ranks of one communicator, which all collectives of the
+// tree must then use.
+void CheckCanJoin(const FSDPStateContext& context) {
+  if (!context.options.rank_dependent()) return;
+  FSDPParamGroup* first = nullptr;
+  for (const FSDPState* state : context.states) {
+    FSDPParamGroup* group = state->group();
+    if (group == nullptr) continue;
+    if (first == nullptr) first = group;
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        group->communicator() == first->communicator() &&
+            group->replicate_communicator() == nullptr && !group->keeps_part(),
+        "fully_shard: rank_dependent(true) needs all groups of a tree to be "
+        "sharded over the same ranks, without replicas (a 2-D mesh) and "
+        "without "
+        "reshard_after_forward(k), but '",
+        group->params().front().fqn, "' is not.");
+  }
+}
+
 void Configure(FSDPStateContext& context, FSDPState& root) {
   context.options = root.options();
   for (FSDPState* state : context.states) {
@@ -91,6 +111,7 @@ void Configure(FSDPStateContext& context, FSDPState& root) {
   }
   SetSlotCapacity(context);
   context.UpdateMaxReductionPayloads();
+  CheckCanJoin(context);
   for (FSDPState* state : context.states) {
     state->has_tree.store(true, std::memory_order_release);
   }

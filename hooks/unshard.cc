@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "absl/container/inlined_vector.h"
+#include "hooks/join.h"
 #include "hooks/missing_values.h"
 
 namespace composable {
@@ -55,7 +56,7 @@ bool EvictOne(FSDPStateContext& context, FSDPStates needed,
   return true;
 }
 
-void Issue(FSDPStateContext& context, FSDPState& state) {
+void IssueAlone(FSDPStateContext& context, FSDPState& state) {
   FSDPParamGroup& group = *state.group();
   const ShardedState before = group.sharded_state();
   const auto kept = static_cast<int64_t>(group.kept_part_bytes());
@@ -69,6 +70,12 @@ void Issue(FSDPStateContext& context, FSDPState& state) {
   state.left = false;
   state.listed = false;
   context.Trace(TraceEvent::kUnshard, state);
+}
+
+void Issue(FSDPStateContext& context, FSDPState& state) {
+  JoinRound round(context, JoinOp::kGather, state.id);
+  IssueAlone(context, state);
+  round.Finish();
 }
 
 // An operator over many groups must not put them all on the wire at once.
@@ -91,13 +98,24 @@ void IssueUnshard(FSDPStateContext& context, FSDPStates needed,
     FSDPParamGroup& group = *state->group();
     if (!group.is_sharded() && group.dirty()) Reshard(context, *state);
     if (!group.is_sharded()) continue;
-    while (state->uses_slot() &&
+    while ((state->uses_slot() || state->pinned) &&
            SlotsInUse(context) >= context.options.limit_all_gathers() &&
            EvictOne(context, needed, order, /*earliest=*/0)) {
     }
     if (!state->pinned) WaitForRoomInFlight(context);
     Issue(context, *state);
   }
+}
+
+void GatherForOthers(FSDPStateContext& context, FSDPState& state) {
+  FSDPState* others = &state;
+  WaitUnshard(context, {&others, 1});
+  if (!state.group()->is_sharded()) {
+    state.group()->GatherForOthers(context.pool);
+    return;
+  }
+  IssueAlone(context, state);
+  state.left = true;
 }
 
 void FreeOverLimit(FSDPStateContext& context, FSDPStates needed,
@@ -142,6 +160,7 @@ void Reshard(FSDPStateContext& context, FSDPState& state) {
 
 bool PrefetchListed(FSDPStateContext& context, FSDPStates needed,
                     const PassOrder& order) {
+  if (context.options.rank_dependent()) return true;
   const bool backward = context.training_state != TrainingState::kForward;
   bool any = false;
   for (const FSDPState* state : needed) {
@@ -181,6 +200,7 @@ bool PrefetchListed(FSDPStateContext& context, FSDPStates needed,
 }
 
 void Prefetch(FSDPStateContext& context, FSDPStates needed, PassOrder& order) {
+  if (context.options.rank_dependent()) return;
   const bool backward = context.training_state != TrainingState::kForward;
   // What was gathered ahead and is not used in this pass makes room.
   for (FSDPState* s : context.resident) {

@@ -38,6 +38,9 @@ void WaitUnshard(FSDPStateContext& context, FSDPStates needed);
 // flight.
 void Reshard(FSDPStateContext& context, FSDPState& state);
 
+// Takes part in a gather that other ranks need; see Note [Joining].
+void GatherForOthers(FSDPStateContext& context, FSDPState& state);
+
 // Makes left groups give way while more groups use slots than there are: after
 // one that did not count before.
 void FreeOverLimit(FSDPStateContext& context, FSDPStates needed,

@@ -295,29 +295,61 @@ void FSDPParamGroup::IssueUnshard(BufferPool& pool) {
   sharded_state_ = ShardedState::kUnsharding;
   dirty_ = false;
   try {
-    for (size_t s = 0; s < segments_.size(); ++s) {
-      const Segment& segment = segments_[s];
-      if (from_part_) {
-        gathers_.push_back(post_forward_->Gather(s, WholeBytes(segment),
-                                                 segment.label, custom));
-        continue;
-      }
-      StagedGather::Transfer transfer;
-      if (segment.staged != nullptr) {
-        transfer = segment.staged->Begin(segment.flat_shard, pool);
-      } else {
-        transfer.output = WholeBytes(segment);
-        transfer.input = segment.is_cast()
-                             ? CastShardInto(segment, transfer.output)
-                             : ShardBytes(segment);
-      }
-      gathers_.push_back(communicator_.AllGather(
-          transfer.output, transfer.input, segment.label, custom));
-    }
+    IssueGathers(pool, custom);
   } catch (...) {
     Reshard(pool);
     throw;
   }
+}
+
+void FSDPParamGroup::IssueGathers(BufferPool& pool,
+                                  const std::shared_ptr<AllGather>& custom) {
+  for (size_t s = 0; s < segments_.size(); ++s) {
+    const Segment& segment = segments_[s];
+    if (from_part_) {
+      gathers_.push_back(
+          post_forward_->Gather(s, WholeBytes(segment), segment.label, custom));
+      continue;
+    }
+    StagedGather::Transfer transfer;
+    if (segment.staged != nullptr) {
+      transfer = segment.staged->Begin(segment.flat_shard, pool);
+    } else {
+      transfer.output = WholeBytes(segment);
+      transfer.input = segment.is_cast()
+                           ? CastShardInto(segment, transfer.output)
+                           : ShardBytes(segment);
+    }
+    gathers_.push_back(communicator_.AllGather(transfer.output, transfer.input,
+                                               segment.label, custom));
+  }
+}
+
+void FSDPParamGroup::GatherForOthers(BufferPool& pool) {
+  TORCH_INTERNAL_ASSERT(sharded_state_ == ShardedState::kUnsharded);
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  const auto custom = communicator_.size() > 1 ? custom_all_gather_ : nullptr;
+  GatherBuffer unused;
+  unused.Acquire(unsharded_bytes_, pool, custom.get());
+  std::swap(buffer_, unused);
+  from_part_ = false;
+  const auto finish = [&] {
+    gathers_.clear();  // waits
+    for (const auto& segment : segments_) {
+      if (segment.staged != nullptr) segment.staged->Release(pool);
+    }
+    std::swap(buffer_, unused);
+    unused.Release(pool);
+  };
+  try {
+    IssueGathers(pool, custom);
+    for (const auto& gather : gathers_) gather->Wait();
+  } catch (...) {
+    finish();
+    throw;
+  }
+  finish();
 }
 
 at::Tensor FSDPParamGroup::WholeBytes(const Segment& segment) const {

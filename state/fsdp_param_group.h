@@ -110,6 +110,9 @@ class FSDPParamGroup {
   // values of an earlier one, so a group that is stale is resharded first. The
   // part that is kept is used unless a shard was written since.
   void IssueUnshard(BufferPool& pool);
+  // Takes part in a gather of this group that other ranks need, while its whole
+  // parameters are here.
+  void GatherForOthers(BufferPool& pool);
   // kUnsharding -> kUnsharded. If the gather failed: -> kSharded, and throws.
   void WaitUnshard(BufferPool& pool);
   // Any -> kSharded; waits for a gather in flight.
@@ -231,6 +234,8 @@ class FSDPParamGroup {
   at::Tensor WholeBytes(const Segment& segment) const;
   static at::Tensor ShardBytes(const Segment& segment);
   void FreeWhole(BufferPool& pool);
+  // Issues the gathers, into buffer_.
+  void IssueGathers(BufferPool& pool, const std::shared_ptr<AllGather>& custom);
   // Casts the flat shard into this rank's part of `whole`, and returns that.
   at::Tensor CastShardInto(const Segment& segment,
                            const at::Tensor& whole) const;

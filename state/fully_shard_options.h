@@ -64,6 +64,14 @@ struct FullyShardOptions {
   TORCH_ARG(int64_t, limit_all_gathers) = 2;
   TORCH_ARG(BackwardPrefetch,
             backward_prefetch) = BackwardPrefetch::kBackwardPre;
+  // Ranks may run different operators: some use groups that others do not, or in
+  // another order. Each takes part in what others gather and reduce, at the price
+  // of one small collective for each: see Note [Joining] in hooks/join.h. Every
+  // rank runs equally many forwards of the root, through its boundary, and equally
+  // many backwards that reach a sharded parameter. Nothing is gathered ahead, and
+  // hooks on shards may run several times for one backward. All groups are
+  // sharded over the same ranks, without replicas and reshard_after_forward(k).
+  TORCH_ARG(bool, rank_dependent) = false;
   // From the second iteration on, gather ahead in the order of the one before.
   TORCH_ARG(bool, forward_prefetch) = true;
 };

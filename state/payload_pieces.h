@@ -1,6 +1,6 @@
 // Where the gradient of one parameter is in the payload of a reduction.
 //
-//   const PayloadShape shape{.shard_numel = 12, .chunk_numel = 16};
+//   const composable::PayloadShape shape{.shard_numel = 12, .chunk_numel = 16};
 //   at::Tensor whole = composable::WholeOfPayload(param, shape, payload);
 //
 // See Note [Gradient payload].

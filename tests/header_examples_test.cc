@@ -672,8 +672,7 @@ TEST(HeaderExamples, InProcessBackend) {
 
 void UseModuleShardedOver(const composable::ProcessGroupPtr& group) {
   const torch::nn::Linear module(4, 4);
-  composable::fully_shard(module,
-                          composable::FullyShardOptions().mesh(group));
+  composable::fully_shard(module, composable::FullyShardOptions().mesh(group));
   module->weight.sum();
 }
 

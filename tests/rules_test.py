@@ -3,8 +3,7 @@
 
     rules_test.py --self-test   only the checks of this file itself
 
-`Suite.Test` is a TEST, TEST_F or TEST_P. `Suite/Case` is a row of a table: a string in a
-file that has a TEST_P of that suite. A rule without a test says "later".
+A rule without a test says "later".
 """
 
 import re
@@ -14,9 +13,6 @@ import unittest
 import tree
 
 ROW = re.compile(r"(?m)^\| (\d+) \| (.+) \| (.+) \|$")
-NAME = re.compile(r"`(\w+)([./])(\w+)`")
-TEST = re.compile(r"\bTEST(?:_[FP])?\(\s*(\w+),\s*(\w+)\s*\)")
-SUITE_WITH_CASES = re.compile(r"\bTEST_P\(\s*(\w+),")
 
 
 def rules(text):
@@ -25,25 +21,13 @@ def rules(text):
     return [(int(n), rule, shown) for n, rule, shown in ROW.findall(section.group(1))]
 
 
-def known_tests(sources):
-    """`Suite.Test` of each test, and `Suite/Case` of each string beside a TEST_P."""
-    known = set()
-    for text in sources:
-        known.update(f"{suite}.{test}" for suite, test in TEST.findall(text))
-        cases = re.findall(r'"(\w+)"', text)
-        for suite in SUITE_WITH_CASES.findall(text):
-            known.update(f"{suite}/{case}" for case in cases)
-    return known
-
-
-def violations(text, sources):
-    known = known_tests(sources)
+def violations(text, known):
     table = rules(text)
     found = []
     if [n for n, _, _ in table] != list(range(1, len(table) + 1)):
         found.append(f"rules are not numbered from 1 on: {[n for n, _, _ in table]}")
     for number, _, shown in table:
-        names = ["".join(parts) for parts in NAME.findall(shown)]
+        names = tree.NAME.findall(shown)
         if not names and "later" not in shown:
             found.append(f"rule {number} names no test")
         found += [f"rule {number} names {name}, which is no test"
@@ -55,18 +39,18 @@ class RulesTest(unittest.TestCase):
     def test_rules(self):
         text = tree.read("docs/design.md")
         self.assertGreaterEqual(len(rules(text)), 20)
-        found = violations(text, [tree.read(name) for name in tree.files()
-                                  if name.startswith("tests/") and name.endswith(".cc")])
+        found = violations(text, tree.known_tests())
         self.assertFalse(found, "\n" + "\n".join(found))
 
 
 class SelfTest(unittest.TestCase):
-    SOURCES = ['TEST(A, One) {}\nTEST_P(B,\n       Two) {}\nCase{"Three", 3};', 'x("Four");']
+    KNOWN = tree.known_tests([
+        'TEST(A, One) {}\nTEST_P(B,\n       Two) {}\nCase{"Three", 3};', 'x("Four");'])
 
     def check(self, *shown):
         rows = "".join(f"| {i + 1} | a rule | {cell} |\n" for i, cell in enumerate(shown))
         return violations(f"## Rules\n\n| | rule | shown by |\n|---|---|---|\n{rows}\n## Next\n"
-                          "| 9 | a | `No.Test` |\n", self.SOURCES)
+                          "| 9 | a | `No.Test` |\n", self.KNOWN)
 
     def test_good(self):
         self.assertEqual([], self.check("`A.One`, `B.Two`", "later", "`B/Three`"))
@@ -80,7 +64,7 @@ class SelfTest(unittest.TestCase):
 
     def test_numbers(self):
         self.assertIn("not numbered", violations(
-            "## Rules\n| 2 | a | `A.One` |\n", self.SOURCES)[0])
+            "## Rules\n| 2 | a | `A.One` |\n", self.KNOWN)[0])
 
 
 if __name__ == "__main__":

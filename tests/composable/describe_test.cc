@@ -37,13 +37,13 @@ TEST(DescribeTest, TextAndJsonOfOneLayer) {
     const std::string text = to_string(description);
     if (rank.rank == 0) {
       EXPECT_EQ(text,
-                "fully_shard: 1 group, 15 parameters, 10 on this rank (37.5 % "
+                "fully_shard: 1 group, 15 parameters, 8 on this rank (6.2 % "
                 "padding)\n"
                 "idle, limit_all_gathers=2, backward_pre, forward_prefetch\n"
                 "group '' (torch::nn::LinearImpl)\n"
-                "    sharded, reshard_after_forward=false, rank 0 of 2, 48 of "
+                "    sharded, reshard_after_forward=false, rank 0 of 2, 32 of "
                 "128 bytes\n"
-                "    'weight' [3, 5] Float: rows [2, 5] here, elements [0, 10) "
+                "    'weight' [3, 5] Float: rows [8, 1] here, elements [0, 8) "
                 "at offset 0\n");
     }
     const auto json = nlohmann::json::parse(to_json(description));

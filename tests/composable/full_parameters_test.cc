@@ -259,13 +259,15 @@ TEST(FullParametersDetails, NotInsideOfAForwardOrBackward) {
         },
         {"composable::FullParameters", "inside of a forward",
          "between iterations"});
-    Tensor y = model->fc(Input(1, {2, 3}));
+    EXPECT_EQ(GroupsInMemory(model), 0);
+    auto other = RankContext::Seeded(1, [] { return OpensAScope(); });
+    fully_shard(other, rank.options());
+    Tensor y = other->fc(Input(1, {2, 3}));
     y.register_hook(
-        [&](const Tensor& /*gradient*/) { const FullParameters scope(model); });
+        [&](const Tensor& /*gradient*/) { const FullParameters scope(other); });
     ExpectThrows<c10::ValueError>(
         [&] { y.sum().backward(); },
         {"composable::FullParameters", "inside of a backward"});
-    EXPECT_EQ(GroupsInMemory(model), 0);
   });
 }
 

@@ -510,7 +510,8 @@ const std::vector<Idiom>& Idioms() {
       // --- Initialisation ---
       Refused("InitOfAMember",
               {"writes the whole parameter 'first.weight'",
-               "Initialise a module before fully_shard"},
+               "composable::FullParameters scope",
+               "initialise a module before fully_shard"},
               [](RankContext&, Mlp& m) {
                 torch::nn::init::xavier_uniform_(m->first->weight);
               }),

@@ -311,12 +311,11 @@ TEST(MixedDtypesTest, RanksMustAgreeOnOverrides) {
       if (rank.rank == 1) return parameter.scalar_type();
       return std::nullopt;
     };
-    fully_shard(
-        model,
-        WithPolicy(rank, Policy(kHalf).param_dtype_override_fn(differs)));
     ExpectThrows<c10::DistError>(
         [&] {
-          call(model, torch::ones({1, 4}));
+          fully_shard(
+              model,
+              WithPolicy(rank, Policy(kHalf).param_dtype_override_fn(differs)));
         },
         {"rank 0", "rank 1", "bytes per rank"});
   });

@@ -48,6 +48,18 @@ class CountingBackend final : public c10d::Backend {
     ++counts_->all_reduces;
     return inner_->allreduce(tensors, options);
   }
+  // Of start values: not counted.
+  c10::intrusive_ptr<c10d::Work> broadcast(
+      std::vector<at::Tensor>& tensors,
+      const c10d::BroadcastOptions& options) override {
+    return inner_->broadcast(tensors, options);
+  }
+  c10::intrusive_ptr<c10d::Work> scatter(
+      std::vector<at::Tensor>& outputs,
+      std::vector<std::vector<at::Tensor>>& inputs,
+      const c10d::ScatterOptions& options) override {
+    return inner_->scatter(outputs, inputs, options);
+  }
 
  private:
   c10::intrusive_ptr<c10d::Backend> inner_;

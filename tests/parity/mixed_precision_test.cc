@@ -56,7 +56,7 @@ at::Tensor SumOfSquares(const at::Tensor& y) {
 // Ten iterations of training against the same casts by hand, bit by bit; what
 // the reductions carry is told by their bytes.
 void CheckTraining(c10::ScalarType param, std::optional<c10::ScalarType> reduce,
-                   std::optional<bool> reshard_after_forward,
+                   ReshardAfterForward reshard_after_forward,
                    int microbatches) {
   RunRanks(2, [&](RankContext& rank) {
     const auto make = [] { return Mlp(); };

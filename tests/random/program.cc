@@ -25,7 +25,8 @@ class Drawing {
     if (Chance(35)) p.microbatches = Use(Feature::kAccumulate, Between(2, 3));
     for (const Feature feature :
          {Feature::kTwoForwards, Feature::kEval, Feature::kBoundary,
-          Feature::kClip, Feature::kAdamW, Feature::kUserUnshard}) {
+          Feature::kClip, Feature::kAdamW, Feature::kUserUnshard,
+          Feature::kPlacements, Feature::kHeld, Feature::kManual}) {
       if (Chance(45)) Use(feature);
     }
     if (Chance(40)) p.options.limit_all_gathers(Use(Feature::kOneSlot, 1));
@@ -195,7 +196,7 @@ const char* ToString(Feature feature) {
       "kept unsharded", "accumulate",     "two forwards",   "eval",
       "boundary",       "one slot",       "other prefetch", "parent reads",
       "escape",         "rank-dependent", "clip",           "AdamW",
-      "user unshard"};
+      "user unshard",   "placements",     "held",           "manual"};
   static_assert(std::size(kNames) == kFeatures);
   return kNames[static_cast<size_t>(feature)];
 }

@@ -49,6 +49,9 @@ enum class Feature : uint8_t {
   kClip,           // gradient clipping
   kAdamW,          // SGD with momentum otherwise
   kUserUnshard,    // unshard() by the user before a forward
+  kPlacements,     // Shard(dim) and Owned()
+  kHeld,           // set_reshard_after_backward(false)
+  kManual,         // finalize_backward()
   kCount,
 };
 inline constexpr size_t kFeatures = static_cast<size_t>(Feature::kCount);

@@ -2,6 +2,8 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <numeric>
+#include <optional>
 #include <random>
 #include <utility>
 
@@ -234,6 +236,21 @@ void ShardAll(const Program& program, const SharedNode& model,
   }
 }
 
+std::optional<Placement> PlaceByName(const std::string& fqn,
+                                     const at::Tensor& parameter) {
+  const auto sum = std::accumulate(fqn.begin(), fqn.end(), size_t{0});
+  switch (sum % 4) {
+    case 0:
+      return Shard(0);
+    case 1:
+      return Shard(static_cast<int>(parameter.dim()) - 1);
+    case 2:
+      return Owned();
+    default:
+      return std::nullopt;
+  }
+}
+
 }  // namespace
 
 Weights TrainUnsharded(const Program& program) {
@@ -265,9 +282,13 @@ Weights TrainSharded(const Program& program, RankContext& rank) {
   const SharedNode model = MakeModel(program);
   FullyShardOptions options = program.options;
   options.mesh(rank.group);
+  if (program.has(Feature::kPlacements))
+    options.shard_placement_fn(PlaceByName);
   ShardAll(program, model, options);
   if (program.root.keep) options.reshard_after_forward(false);
   FSDPModule handle = fully_shard(model, options);
+  handle.set_reshard_after_backward(!program.has(Feature::kHeld));
+  handle.set_manual_backward_finalization(program.has(Feature::kManual));
   const auto optimizer = MakeOptimizer(program, *model);
   Run run{.rank = rank.rank, .boundary = program.has(Feature::kBoundary)};
   for (run.step = 0; run.step < kProgramSteps; ++run.step) {
@@ -277,6 +298,8 @@ Weights TrainSharded(const Program& program, RankContext& rank) {
       handle.set_requires_gradient_sync(micro + 1 == program.microbatches);
       const at::Tensor loss = MicrobatchLoss(program, *model, run, micro);
       if (loss.requires_grad()) loss.backward();
+      const bool last = micro + 1 == program.microbatches;
+      if (last && program.has(Feature::kManual)) handle.finalize_backward();
       if (program.has(Feature::kEval)) Evaluate(program, *model, run);
     }
     if (program.has(Feature::kClip)) {

@@ -69,7 +69,7 @@ TEST(FSDPParamTest, Describes) {
   const FSDPParam param = Param(tensor);
   EXPECT_EQ(param.fqn, "weight");
   EXPECT_EQ(param.numel(), 12);
-  EXPECT_EQ(param.dtype(), c10::kFloat);
+  EXPECT_EQ(param.dtypes().original, c10::kFloat);
   EXPECT_EQ(param.sizes(), at::IntArrayRef({4, 3}));
   EXPECT_FALSE(param.has_edge);
   EXPECT_TRUE(param.unsharded().is_same(tensor));

@@ -174,7 +174,7 @@ class ToolTest(unittest.TestCase):
     def test_list(self):
         with contextlib.redirect_stdout(io.StringIO()) as output:
             self.assertEqual(0, mutants.main(["--list", "divide-skipped"]))
-        self.assertRegex(output.getvalue(), r"^divide-skipped +state/gradient_reduction\.cc +"
+        self.assertRegex(output.getvalue(), r"^divide-skipped +state/reduction_chain\.cc +"
                                             r"//tests/state:state_test  GradientReductionTest")
 
     def test_unknown_name(self):

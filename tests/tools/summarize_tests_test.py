@@ -35,14 +35,20 @@ class Summary(unittest.TestCase):
     def target(self, label, **event):
         self.events.append({"id": {"targetCompleted": {"label": label}}, **event})
 
-    def expect(self, line, status=0):
+    def expect(self, output, status=0, page=None):
         path = os.path.join(self.folder.name, "events")
         with open(path, "w", encoding="utf-8") as file:
             file.write("\n".join(json.dumps(e) for e in self.events) + '\n{"cut off')
+        options = [f"--status={status}"]
+        if page is not None:
+            options.append("--named-in=" + os.path.join(self.folder.name, "page.md"))
+            with open(options[-1].split("=")[1], "w", encoding="utf-8") as file:
+                file.write(page)
         result = subprocess.run(
-            [SUMMARIZE, f"--status={status}", path], capture_output=True, text=True, check=True
+            [SUMMARIZE, *options, path], capture_output=True, text=True, check=False
         )
-        self.assertEqual(result.stdout, line + "\n")
+        self.assertEqual(result.stdout, output + "\n")
+        self.assertEqual(result.returncode, " 0 failed" not in output)
 
     def test_counts_cases_of_all_targets_and_shards(self):
         self.result("//a", "PASSED", ["", "", "<skipped/>"], shard=1)
@@ -72,6 +78,30 @@ class Summary(unittest.TestCase):
 
     def test_bad_status_is_never_without_a_failure(self):
         self.expect("0 passed, 1 failed", status=1)
+
+    def test_named_tests_must_have_run(self):
+        path = os.path.join(self.folder.name, "gtest.xml")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(
+                '<testsuites><testcase classname="A" name="One"/>'
+                '<testcase classname="All/B" name="Two/Case"/>'
+                '<testcase classname="A" name="Off" status="notrun"/></testsuites>'
+            )
+        self.events.append(
+            {
+                "id": {"testResult": {"label": "//a", "run": 1, "shard": 1, "attempt": 1}},
+                "testResult": {
+                    "status": "PASSED",
+                    "testActionOutput": [{"name": "test.xml", "uri": "file://" + path}],
+                },
+            }
+        )
+        self.expect("2 passed, 0 failed, 1 skipped", page="`A.One` `B.Two`, `B/Case` `x`")
+        self.expect(
+            "A.Off is named but did not run\nB/Other is named but did not run\n"
+            "2 passed, 2 failed, 1 skipped",
+            page="| `A.One`, `A.Off` | `B/Other` |",
+        )
 
 
 if __name__ == "__main__":
