@@ -89,8 +89,10 @@ GradientReduction::GradientReduction(FSDPParamGroup& group)
 
 bool GradientReduction::IsActive(const Part& part) const {
   const auto& indices = group_.segments()[part.segment].params;
-  return std::any_of(indices.begin(), indices.end(),
-                     [&](int i) { return group_.params()[i].has_edge; });
+  // Not has_edge, which follows when this rank reads the parameter.
+  return std::any_of(indices.begin(), indices.end(), [&](int i) {
+    return group_.params()[i].sharded.requires_grad();
+  });
 }
 
 void GradientReduction::Pack(std::vector<at::Tensor> gradients,

@@ -290,10 +290,14 @@ TEST(GradientReductionTest, ParameterThatIsFrozenByNowIsLeftAlone) {
   EXPECT_FALSE(t[0].grad(1).defined());
 }
 
-TEST(GradientReductionTest, SegmentWithoutGradientEdgesIsNotSent) {
+// Whether this rank's parameters have gradient edges does not count: they follow
+// when it reads them.
+TEST(GradientReductionTest, SegmentOfFrozenShardsIsNotSent) {
   const auto backend = MakeManualBackend(2, &Ignore);
   Rank rank({{4, 2}, {4}}, GroupOf(backend));
-  for (auto& param : rank.group.params()) param.has_edge = false;
+  for (auto& param : rank.group.params()) {
+    param.sharded.set_requires_grad(false);
+  }
   rank.reduction.Pack({at::Tensor(), at::Tensor()}, rank.pool);
   EXPECT_EQ(rank.reduction.Issue(), 0u);
   rank.reduction.Finish(rank.pool);

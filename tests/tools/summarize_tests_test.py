@@ -96,11 +96,11 @@ class Summary(unittest.TestCase):
                 },
             }
         )
-        self.expect("2 passed, 0 failed, 1 skipped", page="`A.One` `B.Two`, `B/Case` `x`")
+        self.expect("2 passed, 0 failed, 1 skipped", page="`A.No`\n| `A.No` | `A.One` `B.Two`, `B/Case` `x` |")
         self.expect(
             "A.Off is named but did not run\nB/Other is named but did not run\n"
             "2 passed, 2 failed, 1 skipped",
-            page="| `A.One`, `A.Off` | `B/Other` |",
+            page="| x | `A.One`, `A.Off`, `B/Other` |",
         )
 
 
