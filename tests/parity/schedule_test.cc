@@ -3,6 +3,7 @@
 // and what those leave out. Numbers are compared bit by bit with an unsharded
 // model; two ranks have one order of addition. Not so where several microbatches
 // are added up before the ranks are: another order, for which kSums allows.
+// One file, because all of it watches the same models and logs.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
