@@ -15,6 +15,7 @@
 #include "hooks/root_pre_forward.h"
 #include "hooks/unshard.h"
 #include "state/fsdp_state.h"
+#include "state/payload_pieces.h"
 #include "state/tensor_access.h"
 
 namespace composable {
@@ -59,9 +60,10 @@ void GatherInto(FSDPState& state, const std::vector<Item>& items,
     for (size_t i = 0; i < items.size(); ++i) {
       if (items[i].state.get() != &state) continue;
       const FSDPParam& param = *items[i].param;
-      const at::Tensor& whole = wholes[param.segment()];
-      values[i] = param.WholeIn(internal::StorageOf(whole), whole.scalar_type())
-                      .clone();
+      const int64_t shard_numel =
+          group.segments()[param.segment()].layout.shard_numel();
+      values[i] = WholeOfPayload(param, {shard_numel, shard_numel},
+                                 wholes[param.segment()]);
     }
     return;
   }

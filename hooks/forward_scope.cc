@@ -120,12 +120,14 @@ void ForwardScope::Close(bool failed) {
   if (state_->context != context_) return;  // fully_shard made another tree
   if (!state_->is_root()) {
     Leave(*context_, *state_);
-  } else if (failed) {
-    AbortForward(*context_);
-  } else {
-    JoinEnd(*context_, JoinOp::kEndForward);
+    return;
   }
-  if (state_->is_root() && !failed && starts_evaluation_ &&
+  if (failed) {
+    AbortForward(*context_);
+    return;
+  }
+  JoinEnd(*context_, JoinOp::kEndForward);
+  if (starts_evaluation_ &&
       context_->training_state == TrainingState::kForward) {
     Transition(&context_->training_state, TreeEvent::kEndForward);
   }

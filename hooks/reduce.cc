@@ -105,6 +105,13 @@ void IssueAlone(FSDPStateContext& context, FSDPState& state) {
   context.Trace(TraceEvent::kReduce, state);
 }
 
+// For what this rank has kept, without gradients of this backward.
+void PackNothing(FSDPStateContext& context, FSDPState& state) {
+  MakeRoomForReduction(context, state);
+  state.reduction()->Pack(
+      std::vector<at::Tensor>(state.group()->params().size()), context.pool);
+}
+
 }  // namespace
 
 void IssueReduction(FSDPStateContext& context, FSDPState& state) {
@@ -114,9 +121,7 @@ void IssueReduction(FSDPStateContext& context, FSDPState& state) {
 }
 
 void ReduceForOthers(FSDPStateContext& context, FSDPState& state) {
-  MakeRoomForReduction(context, state);
-  state.reduction()->Pack(
-      std::vector<at::Tensor>(state.group()->params().size()), context.pool);
+  PackNothing(context, state);
   IssueAlone(context, state);
 }
 
@@ -127,9 +132,7 @@ void ReducePending(FSDPStateContext& context,
         !state->reduction()->has_pending()) {
       continue;
     }
-    MakeRoomForReduction(context, *state);
-    state->reduction()->Pack(
-        std::vector<at::Tensor>(state->group()->params().size()), context.pool);
+    PackNothing(context, *state);
     IssueReduction(context, *state);
   }
 }

@@ -60,17 +60,16 @@ void EndIteration(FSDPStateContext& context) {
 
 void RootPostBackward(FSDPStateContext& context) {
   AbortOnError abort(context);
+  if (!context.manual_finalization && context.is_last_backward) {
+    FinishReductions(context);
+    ReduceSynced(context);
+  }
+  JoinEnd(context, JoinOp::kEndBackward);
   if (context.manual_finalization) {
     context.unfinalized = true;
   } else {
-    if (context.is_last_backward) {
-      FinishReductions(context);
-      ReduceSynced(context);
-    }
     FinishReductions(context);
   }
-  JoinEnd(context, JoinOp::kEndBackward);
-  FinishReductions(context);
   if (context.manual_finalization || !context.is_last_backward) {
     for (FSDPState* state : context.resident) {
       state->held |=

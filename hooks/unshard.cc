@@ -78,6 +78,14 @@ void Issue(FSDPStateContext& context, FSDPState& state) {
   round.Finish();
 }
 
+// Left groups give way to one more that uses a slot.
+void MakeRoomForSlot(FSDPStateContext& context, FSDPStates needed,
+                     const PassOrder& order) {
+  while (SlotsInUse(context) >= context.options.limit_all_gathers() &&
+         EvictOne(context, needed, order, /*earliest=*/0)) {
+  }
+}
+
 // An operator over many groups must not put them all on the wire at once.
 void WaitForRoomInFlight(FSDPStateContext& context) {
   for (size_t i = 0;
@@ -98,9 +106,8 @@ void IssueUnshard(FSDPStateContext& context, FSDPStates needed,
     FSDPParamGroup& group = *state->group();
     if (!group.is_sharded() && group.dirty()) Reshard(context, *state);
     if (!group.is_sharded()) continue;
-    while ((state->uses_slot() || state->pinned) &&
-           SlotsInUse(context) >= context.options.limit_all_gathers() &&
-           EvictOne(context, needed, order, /*earliest=*/0)) {
+    if (state->uses_slot() || state->pinned) {
+      MakeRoomForSlot(context, needed, order);
     }
     if (!state->pinned) WaitForRoomInFlight(context);
     Issue(context, *state);
@@ -183,10 +190,7 @@ bool PrefetchListed(FSDPStateContext& context, FSDPStates needed,
       FSDPParamGroup& group = *next->group();
       if (!group.is_sharded() && group.dirty()) Reshard(context, *next);
       if (group.is_sharded()) {
-        while (next->uses_slot() &&
-               SlotsInUse(context) >= context.options.limit_all_gathers() &&
-               EvictOne(context, needed, order, /*earliest=*/0)) {
-        }
+        if (next->uses_slot()) MakeRoomForSlot(context, needed, order);
         Issue(context, *next);
       } else if (!next->left) {
         continue;  // in use

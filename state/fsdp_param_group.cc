@@ -538,8 +538,7 @@ void FSDPParamGroup::ScatterWhole() {
         "' is gathered in ", segment.gathered,
         ", in which its initial values would be rounded. Initialise a plain "
         "module on rank 0 and load it with composable::load_full_state_dict, "
-        "or "
-        "materialize it without param_dtype.");
+        "or materialize it without param_dtype.");
     at::Tensor whole = WholeBytes(segment);
     if (segment.staged != nullptr) {
       const at::Tensor flat =

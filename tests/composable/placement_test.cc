@@ -222,6 +222,21 @@ struct ScaledImpl : Module {
 };
 TORCH_MODULE(Scaled);
 
+// What travels is not what the shards hold, and is not where the wholes are.
+TEST_P(PlacementTraining, StateDictOfWholesThatAreCastAndChunked) {
+  ExactRanks(GetParam(), [](RankContext& rank) {
+    auto [plain, sharded] = MakePair([] { return Two(17, 7, 3); });
+    fully_shard(
+        sharded,
+        rank.options()
+            .shard_placement_fn(LargestDim())
+            .mp_policy(MixedPrecisionPolicy().param_dtype(torch::kBFloat16)));
+    const auto values = full_state_dict(sharded);
+    for (const auto& item : plain->named_parameters()) {
+      EXPECT_TRUE(torch::equal(values[item.key()], item.value())) << item.key();
+    }
+  });
+}
 TEST_P(PlacementTraining, ScalarsAreReplicated) {
   ExactRanks(GetParam(), [](RankContext& rank) {
     ExpectSameSteps(
