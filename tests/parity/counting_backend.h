@@ -6,6 +6,7 @@
 //   EXPECT_EQ(counted.counts->reduce_scatters, 1);
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
@@ -19,6 +20,11 @@ struct CollectiveCounts {
   int all_gathers = 0;
   int reduce_scatters = 0;
   int all_reduces = 0;
+  // Of what all ranks give together, as this rank gets it (all-gathers) or gives
+  // it (reduce-scatters, all-reduces).
+  int64_t gathered_bytes = 0;
+  int64_t scattered_bytes = 0;
+  int64_t all_reduced_bytes = 0;
 };
 
 class CountingBackend final : public c10d::Backend {
@@ -34,18 +40,21 @@ class CountingBackend final : public c10d::Backend {
       at::Tensor& output, at::Tensor& input,
       const c10d::AllgatherOptions& options) override {
     ++counts_->all_gathers;
+    counts_->gathered_bytes += static_cast<int64_t>(output.nbytes());
     return inner_->_allgather_base(output, input, options);
   }
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input,
       const c10d::ReduceScatterOptions& options) override {
     ++counts_->reduce_scatters;
+    counts_->scattered_bytes += static_cast<int64_t>(input.nbytes());
     return inner_->_reduce_scatter_base(output, input, options);
   }
   c10::intrusive_ptr<c10d::Work> allreduce(
       std::vector<at::Tensor>& tensors,
       const c10d::AllreduceOptions& options) override {
     ++counts_->all_reduces;
+    counts_->all_reduced_bytes += static_cast<int64_t>(tensors.at(0).nbytes());
     return inner_->allreduce(tensors, options);
   }
   // Of start values: not counted.

@@ -35,7 +35,7 @@ namespace {
 constexpr size_t kSlots = 2;
 
 struct Event {
-  char kind = 0;  // U, R, P
+  char kind = 0;  // U, R, P; u: a U that finds the group, in upstream's only
   std::string group;
   bool operator==(const Event& other) const {
     return kind == other.kind && group == other.group;
@@ -103,6 +103,7 @@ class Normaliser {
     if (golden.Get("setup") == "unshard_first") stay_.insert({"root", "L0"});
     frees_are_listed_ = golden.Get("events", "URP") != "UP";
     reduces_ = golden.Get("events", "URP") != "UR";
+    holds_ = golden.Get("setup") == "no_sync_stays";
   }
 
   Trace Forward(const Trace& upstream, bool explicit_lists) {
@@ -120,8 +121,9 @@ class Normaliser {
     return std::find(resident_.begin(), resident_.end(), g) != resident_.end();
   }
   size_t Slots() const {
-    return std::count_if(resident_.begin(), resident_.end(),
-                         [&](const auto& g) { return !Stays(g); });
+    return std::count_if(
+        resident_.begin(), resident_.end(),
+        [&](const auto& g) { return !Stays(g) && held_.count(g) == 0; });
   }
   void Drop(const std::string& g) {
     resident_.erase(std::remove(resident_.begin(), resident_.end(), g),
@@ -134,7 +136,7 @@ class Normaliser {
       std::string victim;
       size_t latest = 0;
       for (const auto& g : resident_) {
-        if (Stays(g) || left_.count(g) == 0) continue;
+        if (Stays(g) || left_.count(g) == 0 || held_.count(g) != 0) continue;
         const auto next =
             std::find(upstream.begin() + now, upstream.end(), Event{'U', g});
         const size_t use = known ? next - upstream.begin() : 1;
@@ -172,7 +174,11 @@ class Normaliser {
       const bool repeated =
           backward &&
           std::count(upstream.begin() + i, upstream.end(), Event{kind, g}) > 1;
-      if (kind == 'U') {
+      if (kind == 'u') {
+        EXPECT_EQ(held_.count(g), 1U) << g;
+        MakeRoom(upstream, i, /*known=*/true, out);
+        held_.erase(g);
+      } else if (kind == 'U') {
         if (backward && unread_.count(g) != 0) continue;  // (a)
         if (Has(g)) {                                     // (b)
           resident_.erase(std::find(resident_.begin(), resident_.end(), g));
@@ -200,6 +206,7 @@ class Normaliser {
         if (!reduces_ || !again) Serve(waiting, out, upstream, i);
       } else {
         if (!frees_are_listed_) Drop(g);
+        if (holds_) held_.insert(g);
         out.push_back({'P', g});
         Serve(waiting, out, upstream, i);
       }
@@ -233,6 +240,8 @@ class Normaliser {
   bool all_stay_ = false;
   bool frees_are_listed_ = true;
   bool reduces_ = true;
+  bool holds_ = false;          // reshard_after_backward is false
+  std::set<std::string> held_;  // by that, out of the slots
   std::vector<std::string> resident_;
   std::set<std::string> left_;
 };
@@ -249,9 +258,15 @@ struct StackImpl : torch::nn::Module {
   }
   at::Tensor forward(const at::Tensor& input) {
     at::Tensor x = tok.is_empty() ? input : tok(input);
-    for (auto& layer : layers) x = layer(x).tanh();
+    for (size_t i = 0; i < layers.size(); ++i) {
+      if (i == 0 && first == First::kNotRun) continue;
+      const at::Tensor y = layers[i](x).tanh();
+      if (i > 0 || first == First::kUsed) x = y;
+    }
     return norm.is_empty() ? x : norm(x);
   }
+  // What becomes of the first layer.
+  enum class First { kUsed, kOutputUnused, kNotRun } first = First::kUsed;
   torch::nn::Embedding tok{nullptr};
   std::vector<torch::nn::Linear> layers;
   torch::nn::Linear norm{nullptr};
@@ -344,6 +359,13 @@ class Recorded {
     }
     const std::string setup = golden_.Get("setup");
     if (setup == "no_sync") handles_.back().set_requires_gradient_sync(false);
+    if (setup == "no_sync_stays") {
+      handles_.back().set_requires_gradient_sync(false);
+      handles_.back().set_reshard_after_backward(false);
+    }
+    if (setup == "output_unused")
+      model_->first = StackImpl::First::kOutputUnused;
+    if (setup == "never_run") model_->first = StackImpl::First::kNotRun;
     if (setup == "not_last") handles_.back().set_is_last_backward(false);
   }
   at::Tensor Input() const {
@@ -364,11 +386,12 @@ class GoldenTrace : public testing::TestWithParam<const char*> {};
 
 INSTANTIATE_TEST_SUITE_P(
     A, GoldenTrace,
-    testing::Values("a1_true", "a1_none", "a1_none_12", "a1_false", "a2_none",
-                    "a2_false", "a3_forward_1", "a3_forward_2", "a3_backward_1",
-                    "a3_backward_2", "a5_lists", "a6_unshard_first",
-                    "a6_no_sync", "a6_not_last", "a6_middle_frozen",
-                    "a6_first_frozen", "a6_no_grad"),
+    testing::Values("a1_true", "a1_none", "a1_none_12", "a1_false", "a2_true",
+                    "a2_none", "a2_false", "a3_forward_1", "a3_forward_2",
+                    "a3_backward_1", "a3_backward_2", "a5_lists",
+                    "a6_unshard_first", "a6_no_sync", "a6_not_last",
+                    "a6_middle_frozen", "a6_first_frozen", "a6_no_grad",
+                    "a6_output_unused", "a6_never_run", "a6_no_sync_stays"),
     [](const auto& info) { return std::string(info.param); });
 
 TEST_P(GoldenTrace, DiffersByTheRulesAlone) {
@@ -382,10 +405,14 @@ TEST_P(GoldenTrace, DiffersByTheRulesAlone) {
   const std::string setup = golden.Get("setup");
   const bool once = setup == "unshard_first" || setup == "no_grad";
   const int first = golden.Names("unread").empty() ? 1 : 2;
+  // What a backward holds is there in the next iteration.
+  const Trace next = Parse(golden.Get("next_forward", golden.Get("forward")));
+  Normaliser normaliser(golden, /*first=*/true);
   for (int iteration = 1; iteration <= (once ? 1 : 3); ++iteration) {
-    Normaliser normaliser(golden, /*first=*/iteration == 1);
-    const Trace expected_forward =
-        normaliser.Forward(forward, golden.Number("forward_list") > 0);
+    if (iteration > 1 && setup != "no_sync_stays")
+      normaliser = Normaliser(golden, /*first=*/false);
+    const Trace expected_forward = normaliser.Forward(
+        iteration == 1 ? forward : next, golden.Number("forward_list") > 0);
     const Trace expected_backward =
         normaliser.Backward(backward, golden.Number("backward_list") > 0);
     Trace got_forward = recorded.Forward();
