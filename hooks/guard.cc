@@ -32,6 +32,7 @@ namespace composable {
 namespace {
 
 thread_local int guarded_operators = 0;
+thread_local int64_t guarded_operator_count = 0;
 
 // Operators whose result on some of the rows says nothing about the whole.
 bool SumsOver(const std::string& name) {
@@ -352,6 +353,7 @@ class Touches {
 
 void GuardFallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    torch::jit::Stack* stack) {
+  ++guarded_operator_count;
   if (MetaDevice::IsActive()) MakeOnMeta(op, *stack);
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());
@@ -407,6 +409,7 @@ TORCH_LIBRARY_IMPL(_, DeferredInit, m) {
 }  // namespace
 
 bool InGuardedOperator() { return guarded_operators > 0; }
+int64_t GuardedOperatorCount() { return guarded_operator_count; }
 
 void CheckGuard() {
   TORCH_CHECK(

@@ -32,10 +32,15 @@
 // linear on 4 x 4 tensors, one core, against the same on a plain parameter).
 #pragma once
 
+#include <cstdint>
+
 namespace composable {
 
 // Whether this thread is inside of an operator that passed the guard.
 bool InGuardedOperator();
+
+// How many operators of this thread have passed the guard so far. For tests.
+int64_t GuardedOperatorCount();
 
 // Throws c10::Error if this process has another fallback for the key already,
 // so that operators on sharded parameters would not be seen.

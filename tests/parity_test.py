@@ -14,7 +14,7 @@ import unittest
 
 import tree
 
-OPEN = {"replicate", "checkpoint", "tensor parallel", "state dict"}
+OPEN = {"replicate", "checkpoint", "tensor parallel", "state dict", "cuda"}
 ROW = re.compile(r"(?m)^\| (?!-|item )(.+?) \| (.+) \| (.+) \|$")
 # Sections whose items are numbered, and the numbers that must be there.
 NUMBERED = {

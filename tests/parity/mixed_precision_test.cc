@@ -312,6 +312,17 @@ TEST(ParityMixedPrecisionCasts, SubmodulesWithExternalInputs) {
   });
 }
 
+// What `call` throws; empty if nothing.
+template <typename Call>
+std::string ErrorOf(Call call) {
+  try {
+    call();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
 void CheckNorms(c10::ScalarType dtype) {
   RunRanks(1, [dtype](RankContext& rank) {
     const auto run = [&](auto norm, const at::Tensor& x) {
@@ -324,42 +335,47 @@ void CheckNorms(c10::ScalarType dtype) {
     };
     run(torch::nn::LayerNorm(torch::nn::LayerNormOptions({8})),
         Input(0, {4, 8}));
-    // Statistics in float beside weights and inputs of 16 bits are refused, as
-    // by an unsharded module.
-    torch::nn::BatchNorm2d norm(3);
-    const at::Tensor x = Input(1, {2, 3, 4, 4});
-    fully_shard(norm, WithPolicy(rank, Policy(dtype)));
-    std::string sharded_error;
-    std::string plain_error;
-    try {
-      call(norm, x);
-    } catch (const c10::Error& error) {
-      sharded_error = error.what_without_backtrace();
-    }
-    torch::nn::BatchNorm2d plain(3);
-    plain->weight.set_data(plain->weight.to(dtype));
-    plain->bias.set_data(plain->bias.to(dtype));
-    try {
-      plain(x.to(dtype));
-    } catch (const c10::Error& error) {
-      plain_error = error.what_without_backtrace();
-    }
-    EXPECT_EQ(sharded_error, plain_error);
-    // With buffers cast, or a policy that casts outputs only, it works.
-    CastBuffers cast =
-        cast_buffers(norm, [&](const std::string&, const at::Tensor& buffer) {
-          return buffer.is_floating_point() ? std::optional(dtype)
-                                            : std::nullopt;
-        });
-    const at::Tensor y = call(norm, x);
-    EXPECT_EQ(y.scalar_type(), dtype);
-    y.sum().backward();
-    cast.restore();
-    EXPECT_EQ(norm->running_mean.scalar_type(), kFloat);
-    torch::nn::BatchNorm2d outputs(3);
-    fully_shard(outputs,
-                WithPolicy(rank, Policy(std::nullopt, std::nullopt, dtype)));
-    EXPECT_EQ(call(outputs, x).scalar_type(), dtype);
+    // Statistics in float beside weights and inputs of 16 bits are taken or
+    // refused as by an unsharded module.
+    const auto run_batch_norm = [&](auto norm, auto plain, auto outputs,
+                                    const at::Tensor& x) {
+      fully_shard(norm, WithPolicy(rank, Policy(dtype)));
+      plain->weight.set_data(plain->weight.to(dtype));
+      plain->bias.set_data(plain->bias.to(dtype));
+      EXPECT_EQ(ErrorOf([&] { call(norm, x); }),
+                ErrorOf([&] { plain(x.to(dtype)); }));
+      // With buffers cast, or a policy that casts outputs only, it works.
+      CastBuffers cast =
+          cast_buffers(norm, [&](const std::string&, const at::Tensor& buffer) {
+            return buffer.is_floating_point() ? std::optional(dtype)
+                                              : std::nullopt;
+          });
+      const at::Tensor y = call(norm, x);
+      EXPECT_EQ(y.scalar_type(), dtype);
+      y.sum().backward();
+      cast.restore();
+      EXPECT_EQ(norm->running_mean.scalar_type(), kFloat);
+      fully_shard(outputs,
+                  WithPolicy(rank, Policy(std::nullopt, std::nullopt, dtype)));
+      EXPECT_EQ(call(outputs, x).scalar_type(), dtype);
+      // Or with its own parameters left in float, as an override says.
+      using Norm = decltype(norm);
+      Norm kept(3);
+      fully_shard(
+          kept, WithPolicy(rank, Policy(dtype).param_dtype_override_fn(
+                                     [](const std::string&, const at::Tensor&) {
+                                       return std::optional(kFloat);
+                                     })));
+      const at::Tensor z = call(kept, x);
+      z.sum().backward();
+      EXPECT_EQ(kept->parameters()[0].grad().scalar_type(), kFloat);
+    };
+    using torch::nn::BatchNorm1d;
+    using torch::nn::BatchNorm2d;
+    run_batch_norm(BatchNorm1d(3), BatchNorm1d(3), BatchNorm1d(3),
+                   Input(1, {8, 3}));
+    run_batch_norm(BatchNorm2d(3), BatchNorm2d(3), BatchNorm2d(3),
+                   Input(1, {2, 3, 4, 4}));
   });
 }
 
