@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "hooks/alone.h"
+#include "hooks/join.h"
 #include "hooks/root_pre_forward.h"
 #include "hooks/unshard.h"
 
@@ -89,6 +90,7 @@ std::vector<HeldGroup> HoldWhole(
       const std::lock_guard<std::recursive_mutex> lock(context.mutex);
       FSDPState* needed = state.get();
       IssueUnshard(context, {&needed, 1}, context.forward_order);
+      JoinCall(context);
     }
     for (const auto& group : held) {
       const std::lock_guard<std::recursive_mutex> lock(group.context_->mutex);

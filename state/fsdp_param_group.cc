@@ -326,7 +326,8 @@ void FSDPParamGroup::IssueGathers(BufferPool& pool,
 }
 
 void FSDPParamGroup::GatherForOthers(BufferPool& pool) {
-  TORCH_INTERNAL_ASSERT(sharded_state_ == ShardedState::kUnsharded);
+  TORCH_INTERNAL_ASSERT(sharded_state_ == ShardedState::kUnsharded ||
+                        sharded_state_ == ShardedState::kSharded);
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   const auto custom = communicator_.size() > 1 ? custom_all_gather_ : nullptr;

@@ -110,8 +110,8 @@ class FSDPParamGroup {
   // values of an earlier one, so a group that is stale is resharded first. The
   // part that is kept is used unless a shard was written since.
   void IssueUnshard(BufferPool& pool);
-  // Takes part in a gather of this group that other ranks need, while its whole
-  // parameters are here.
+  // Takes part in a gather of this group that other ranks need, and drops the
+  // result. In kSharded or kUnsharded, which it does not change.
   void GatherForOthers(BufferPool& pool);
   // kUnsharding -> kUnsharded. If the gather failed: -> kSharded, and throws.
   void WaitUnshard(BufferPool& pool);

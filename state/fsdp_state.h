@@ -68,6 +68,11 @@ class FSDPStateContext {
   int operator_task = -1;
 
   TrainingState training_state = TrainingState::kIdle;
+  // Whether a backward of the tree runs, in whatever thread.
+  bool is_in_backward() const {
+    return training_state == TrainingState::kPreBackward ||
+           training_state == TrainingState::kPostBackward;
+  }
   std::vector<std::weak_ptr<torch::nn::Module>> roots;
   TreeSnapshot snapshot;
   // The states whose parameters the last operator read.

@@ -20,6 +20,11 @@ class Drawing {
     if (Chance(50)) p.world_size = Use(Feature::kThreeRanks, 3);
     p.dim = Between(2, 6);
     Style();
+    if (Chance(35)) {
+      Use(Feature::kJoin);
+      Use(Feature::kBoundary);
+      p.options.rank_dependent(true);
+    }
     p.root = Node(/*depth=*/0);
     p.root.sharded = true;
     if (Chance(35)) p.microbatches = Use(Feature::kAccumulate, Between(2, 3));
@@ -69,13 +74,15 @@ class Drawing {
     NodePlan node;
     node.hidden = static_cast<int64_t>(Between(1, 7));
     node.sharded = Chance(70);
-    node.has_own = depth > 0 || Chance(60);
+    // Ranks that join run equally many backwards: the root is always trained.
+    const bool trained = depth == 0 && program_.has(Feature::kJoin);
+    node.has_own = depth > 0 || trained || Chance(60);
     if (node.has_own) {
       if (two_dtypes_ && Chance(60)) node.bias_is_float = true;
       if (transposed_ && Chance(60)) node.transposed = true;
-      if (frozen_ && Chance(50))
+      if (frozen_ && !trained && Chance(50))
         (Chance(50) ? node.frozen : node.frozen_bias) = true;
-      if (freezing_ && Chance(50)) node.toggled = true;
+      if (freezing_ && !trained && Chance(50)) node.toggled = true;
       Note(node);
       const bool in_place = in_place_ && Chance(70);
       node.steps.push_back(
@@ -116,6 +123,8 @@ class Drawing {
       op = Use(Feature::kReuse, Op::kChildTwice);
     } else if (skip_ && Chance(50)) {
       op = Use(Feature::kSkip, Op::kChildSometimes);
+    } else if (program_.has(Feature::kJoin) && Chance(70)) {
+      op = Op::kChildByRank;
     }
     node.steps.push_back({op, i});
     if (reads_ && child.has_own && Chance(50)) {
@@ -158,8 +167,8 @@ class Drawing {
 
 void Write(std::ostream& out, const NodePlan& node, const std::string& indent) {
   static constexpr const char* kOps[] = {
-      "own",   "own in place", "branch",          "escape",
-      "child", "child twice",  "child sometimes", "read child"};
+      "own",         "own in place",    "branch",        "escape",    "child",
+      "child twice", "child sometimes", "child by rank", "read child"};
   out << indent << "node: hidden " << node.hidden;
   for (const auto& [set, name] :
        std::initializer_list<std::pair<bool, const char*>>{
@@ -190,13 +199,16 @@ void Write(std::ostream& out, const NodePlan& node, const std::string& indent) {
 
 const char* ToString(Feature feature) {
   static constexpr const char* kNames[] = {
-      "three ranks",    "nesting",        "tied",           "reuse",
-      "skip",           "frozen",         "freezing",       "in-place",
-      "two dtypes",     "uneven",         "transposed",     "list group",
-      "kept unsharded", "accumulate",     "two forwards",   "eval",
-      "boundary",       "one slot",       "other prefetch", "parent reads",
-      "escape",         "rank-dependent", "clip",           "AdamW",
-      "user unshard",   "placements",     "held",           "manual"};
+      "three ranks",    "nesting",      "tied",
+      "reuse",          "skip",         "frozen",
+      "freezing",       "in-place",     "two dtypes",
+      "uneven",         "transposed",   "list group",
+      "kept unsharded", "accumulate",   "two forwards",
+      "eval",           "boundary",     "one slot",
+      "other prefetch", "parent reads", "escape",
+      "rank-dependent", "clip",         "AdamW",
+      "user unshard",   "placements",   "held",
+      "manual",         "join"};
   static_assert(std::size(kNames) == kFeatures);
   return kNames[static_cast<size_t>(feature)];
 }

@@ -52,6 +52,7 @@ enum class Feature : uint8_t {
   kPlacements,     // Shard(dim) and Owned()
   kHeld,           // set_reshard_after_backward(false)
   kManual,         // finalize_backward()
+  kJoin,           // ranks use different groups, and join
   kCount,
 };
 inline constexpr size_t kFeatures = static_cast<size_t>(Feature::kCount);
@@ -69,6 +70,7 @@ struct NodePlan {
     kChild,           // children[index]
     kChildTwice,      // children[index], twice
     kChildSometimes,  // children[index], in every second step
+    kChildByRank,     // children[index], on every second rank
     kReadChild,       // a parameter of children[index]
   };
   struct Step {

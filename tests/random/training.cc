@@ -108,6 +108,9 @@ class NodeImpl : public torch::nn::Module {
         case Op::kChildSometimes:
           if ((run.step + step.index) % 2 == 0) x = Call(step.index, x, run);
           break;
+        case Op::kChildByRank:
+          if ((run.rank + step.index) % 2 == 0) x = Call(step.index, x, run);
+          break;
         case Op::kChild:
           x = Call(step.index, x, run);
           break;
