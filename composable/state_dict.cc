@@ -155,6 +155,7 @@ void load_full_state_dict(const ModuleRef& module, const StateDict& state_dict,
       continue;
     }
     FSDPParamGroup& group = *item.state->group();
+    if (group.stands_alone()) LazyInit(*item.state);
     const auto lock = item.state->LockTree();
     group.MarkAllDirty();
     group.SetHasValues(static_cast<int>(item.param - group.params().data()),

@@ -15,8 +15,6 @@
 #include "hooks/unshard.h"
 
 namespace composable {
-namespace {
-
 void CheckBetweenPasses(const FSDPStateContext& context, const FSDPState& state,
                         const std::string& api) {
   CheckAlone(context, api);
@@ -31,8 +29,6 @@ void CheckBetweenPasses(const FSDPStateContext& context, const FSDPState& state,
                     "', which frees and gathers parameters by itself. Call it "
                     "between iterations.");
 }
-
-}  // namespace
 
 HeldGroup::HeldGroup(std::shared_ptr<FSDPState> state, bool writeback,
                      const std::string& api)

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -23,6 +24,7 @@
 #include "hooks/pre_backward.h"
 #include "hooks/pre_forward.h"
 #include "hooks/root_pre_forward.h"
+#include "hooks/shard_data.h"
 #include "state/allow_shard_math.h"
 #include "state/fsdp_state.h"
 #include "state/storage_registry.h"
@@ -162,10 +164,15 @@ class Touches {
                       state.group()->params()[param].fqn,
                       "', which must stay in its group's memory. Copy into the "
                       "shard with copy_.");
-    const auto lock = state.LockTree();
     const at::Tensor data = torch::jit::pop(*stack).toTensor();
-    state.group()->SetShardData(param, data);
+    GiveShardData(given_memory_.state, param, data);
     return true;
+  }
+
+  // Whether it is to(), as module->to() calls it on a shard with gradients on.
+  // What it makes is a leaf, that only set_data on a shard may read.
+  bool ConvertsShard() const {
+    return read_shard_.defined() && Name() == "aten::to";
   }
 
   // Looks at the results, which are on `stack`.
@@ -261,10 +268,11 @@ class Touches {
             internal::IsMarkedShard(tensor),
         Name(),
         " reads a parameter that is a copy of a shard, so this rank's rows "
-        "only: its module was cloned from a sharded one. Clone a module before "
-        "fully_shard, or construct another one and load it with "
-        "composable::load_full_state_dict(copy, "
-        "composable::full_state_dict(module)).");
+        "only: its module was cloned from a sharded one, or to() converted a "
+        "shard. Clone a module before fully_shard, or construct another one "
+        "and load it with composable::load_full_state_dict(copy, "
+        "composable::full_state_dict(module)); convert a shard with "
+        "module->to(), or under a torch::NoGradGuard.");
     if (!fqn.empty() && tensor.requires_grad() && c10::GradMode::is_enabled()) {
       read_shard_ = tensor;
     }
@@ -273,6 +281,12 @@ class Touches {
   void AfterTensor(const at::Tensor& result) const {
     if (!result.defined()) return;
     if (Name() == "aten::clone") internal::AddGuard(result);
+    if (ConvertsShard()) {
+      if (result.is_same(read_shard_)) return;
+      internal::AddGuard(result);
+      result.set_requires_grad(c10::isFloatingType(result.scalar_type()));
+      return;
+    }
     TORCH_CHECK_VALUE(
         !read_shard_.defined() || !result.requires_grad() ||
             result.is_same(read_shard_),
@@ -281,8 +295,8 @@ class Touches {
         "which is the whole parameter (modules that look parameters up by name "
         "need one). To print or copy whole values use "
         "composable::full_state_dict; to print the rows, a "
-        "torch::NoGradGuard. Convert a module with to() before fully_shard. "
-        "For a penalty over shards hold a composable::AllowShardMath.");
+        "torch::NoGradGuard. For a penalty over shards hold a "
+        "composable::AllowShardMath.");
   }
 
   // In a FullParameters scope: nothing is to be gathered, and no forward begins.
@@ -380,6 +394,8 @@ void GuardFallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
       c10::DispatchKeySet{internal::kGuardKey});
   const auto inner = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER,
                                                 internal::kGuardKey);
+  std::optional<at::NoGradGuard> no_grad;
+  if (touches.ConvertsShard()) no_grad.emplace();
   try {
     op.redispatchBoxed(inner, stack);
   } catch (const c10::Error& error) {

@@ -142,6 +142,8 @@ class FSDPState final : public ComposableState {
   // Null if the modules have no parameters of their own.
   FSDPParamGroup* group() const { return group_.get(); }
   GradientReduction* reduction() const { return reduction_.get(); }
+  // After shards were given another dtype: see Note [Dtype changes].
+  void Readopt();
   const FullyShardOptions& options() const { return options_; }
   std::vector<std::shared_ptr<torch::nn::Module>> modules() const;
 
