@@ -130,8 +130,8 @@ void FSDPParamGroup::Readopt() {
       Segment& segment = segments[s];
       segment.buffer_offset = bytes;
       bytes += PaddedBytes(segment.whole_bytes);
-      segment.flat_shard = MakeFlatShard(segment.dtype, places, has_values)
-                               .narrow(0, 0, segment.layout.shard_numel());
+      segment.flat_shard = MakeFlatShard(
+          segment.dtype, segment.layout.shard_numel(), places, has_values);
       std::vector<const FSDPParam*> in_order;
       for (const int i : segment.params) in_order.push_back(&params_[i]);
       if (old.staged != nullptr) {

@@ -143,8 +143,7 @@ void FSDPParamGroup::BuildSegments() {
         std::any_of(segment.params.begin(), segment.params.end(),
                     [&](int i) { return !params_[i].unsharded().is_meta(); });
     segment.flat_shard =
-        MakeFlatShard(segment.dtype, numel + places, any_values)
-            .narrow(0, 0, numel);
+        MakeFlatShard(segment.dtype, numel, numel + places, any_values);
     std::vector<const FSDPParam*> in_order;
     for (const int i : segment.params) {
       MakeShard(params_[i], segment);
@@ -162,12 +161,12 @@ void FSDPParamGroup::BuildSegments() {
   owned_bytes_ = std::move(owned_bytes);
 }
 
-at::Tensor FSDPParamGroup::MakeFlatShard(c10::ScalarType dtype, int64_t places,
-                                         bool has_values) {
-  if (has_values) return at::zeros({places}, dtype);
+at::Tensor FSDPParamGroup::MakeFlatShard(c10::ScalarType dtype, int64_t numel,
+                                         int64_t places, bool has_values) {
   return internal::MakeTensor(
-      internal::MakeEmptyStorage(places * c10::elementSize(dtype)), dtype,
-      {places}, {1}, 0);
+      has_values ? internal::StorageOf(at::zeros({places}, dtype))
+                 : internal::MakeEmptyStorage(places * c10::elementSize(dtype)),
+      dtype, {numel}, {1}, 0);
 }
 
 void FSDPParamGroup::MakeShard(FSDPParam& param, const Segment& segment) {

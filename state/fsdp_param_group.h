@@ -240,9 +240,10 @@ class FSDPParamGroup {
 
  private:
   void BuildSegments();
-  // Without memory unless it `has_values`.
-  static at::Tensor MakeFlatShard(c10::ScalarType dtype, int64_t places,
-                                  bool has_values);
+  // Of `numel` elements in memory for `places`; without any unless it
+  // `has_values`.
+  static at::Tensor MakeFlatShard(c10::ScalarType dtype, int64_t numel,
+                                  int64_t places, bool has_values);
   void MakeShard(FSDPParam& param, const Segment& segment);
   // Of segment `index`, whose whole parameters are in `whole`.
   void RegisterStorages(int index, const c10::StorageImpl* whole);
