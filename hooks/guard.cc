@@ -254,7 +254,9 @@ class Touches {
   void ReadLocal(const at::Tensor& tensor, const std::string& fqn) {
     reads_local_ = true;
     if (AllowShardMath::IsAllowed()) return;
-    if (fqn_.empty()) fqn_ = fqn;
+    const std::string made_of =
+        fqn.empty() ? internal::MadeOfShard(tensor) : std::string();
+    if (fqn_.empty()) fqn_ = made_of.empty() ? fqn : made_of;
     TORCH_CHECK_VALUE(
         !SumsOver(Name()), Name(), " reads ", Local(),
         ", which is this rank's rows only: the result would be about this rank "
@@ -263,16 +265,19 @@ class Touches {
         "composable::full_state_dict. An optimizer that looks across elements, "
         "such as LBFGS, can't work on shards. To compute with the rows anyway, "
         "hold a composable::AllowShardMath.");
+    if (!made_of.empty()) {
+      if (c10::GradMode::is_enabled()) ThrowReadsShard();
+      return;
+    }
     TORCH_CHECK_VALUE(
         !fqn.empty() || !tensor.requires_grad() || !tensor.is_leaf() ||
             internal::IsMarkedShard(tensor),
         Name(),
         " reads a parameter that is a copy of a shard, so this rank's rows "
-        "only: its module was cloned from a sharded one, or to() converted a "
-        "shard. Clone a module before fully_shard, or construct another one "
-        "and load it with composable::load_full_state_dict(copy, "
-        "composable::full_state_dict(module)); convert a shard with "
-        "module->to(), or under a torch::NoGradGuard.");
+        "only: its module was cloned from a sharded one. Clone a module before "
+        "fully_shard, or construct another one and load it with "
+        "composable::load_full_state_dict(copy, "
+        "composable::full_state_dict(module)).");
     if (!fqn.empty() && tensor.requires_grad() && c10::GradMode::is_enabled()) {
       read_shard_ = tensor;
     }
@@ -285,12 +290,18 @@ class Touches {
       if (result.is_same(read_shard_)) return;
       internal::AddGuard(result);
       result.set_requires_grad(c10::isFloatingType(result.scalar_type()));
+      internal::MarkMadeOfShard(result, fqn_);
       return;
     }
+    if (read_shard_.defined() && result.requires_grad() &&
+        !result.is_same(read_shard_)) {
+      ThrowReadsShard();
+    }
+  }
+
+  [[noreturn]] void ThrowReadsShard() const {
     TORCH_CHECK_VALUE(
-        !read_shard_.defined() || !result.requires_grad() ||
-            result.is_same(read_shard_),
-        Name(), " of a graph reads ", Local(),
+        false, Name(), " of a graph reads ", Local(),
         ", which is this rank's rows only. In forward use the module's member, "
         "which is the whole parameter (modules that look parameters up by name "
         "need one). To print or copy whole values use "
