@@ -41,6 +41,16 @@ class Drawing {
                                              : BackwardPrefetch::kNone);
       p.options.forward_prefetch(Chance(50));
     }
+    if (Chance(35)) {
+      Use(Feature::kMixed);
+      p.options.mp_policy(MixedPrecisionPolicy()
+                              .param_dtype(c10::kFloat)
+                              .cast_forward_inputs(false));
+    }
+    if (!p.has(Feature::kJoin) && Chance(40)) {
+      Use(Feature::kReplicas);
+      if (p.world_size == 2 && Chance(50)) p.world_size = 4;
+    }
     FindNesting(p.root, /*below_root=*/false);
     return p;
   }
@@ -65,7 +75,7 @@ class Drawing {
   void Style() {
     for (bool* wanted : {&reuse_, &skip_, &frozen_, &freezing_, &in_place_,
                          &two_dtypes_, &transposed_, &lists_, &keep_, &reads_,
-                         &escapes_, &branches_, &ties_, &nests_}) {
+                         &escapes_, &branches_, &ties_, &nests_, &ignores_}) {
       *wanted = Chance(50);
     }
   }
@@ -83,6 +93,7 @@ class Drawing {
       if (frozen_ && !trained && Chance(50))
         (Chance(50) ? node.frozen : node.frozen_bias) = true;
       if (freezing_ && !trained && Chance(50)) node.toggled = true;
+      if (ignores_ && Chance(40)) node.ignored_bias = true;
       Note(node);
       const bool in_place = in_place_ && Chance(70);
       node.steps.push_back(
@@ -112,6 +123,7 @@ class Drawing {
     if (node.transposed) Use(Feature::kTransposed);
     if (node.frozen || node.frozen_bias) Use(Feature::kFrozen);
     if (node.toggled) Use(Feature::kFreezing);
+    if (node.ignored_bias) Use(Feature::kIgnored);
     if (node.hidden % program_.world_size != 0) Use(Feature::kUneven);
   }
 
@@ -162,7 +174,7 @@ class Drawing {
   bool reuse_ = false, skip_ = false, frozen_ = false, freezing_ = false,
        in_place_ = false, two_dtypes_ = false, transposed_ = false,
        lists_ = false, keep_ = false, reads_ = false, escapes_ = false,
-       branches_ = false, ties_ = false, nests_ = false;
+       branches_ = false, ties_ = false, nests_ = false, ignores_ = false;
 };
 
 void Write(std::ostream& out, const NodePlan& node, const std::string& indent) {
@@ -181,6 +193,7 @@ void Write(std::ostream& out, const NodePlan& node, const std::string& indent) {
            {node.transposed, "transposed"},
            {node.frozen, "frozen"},
            {node.frozen_bias, "frozen bias"},
+           {node.ignored_bias, "ignored bias"},
            {node.toggled, "toggled"},
            {node.tied, "tied to the one before"}}) {
     if (set) out << ", " << name;
@@ -198,17 +211,38 @@ void Write(std::ostream& out, const NodePlan& node, const std::string& indent) {
 }  // namespace
 
 const char* ToString(Feature feature) {
-  static constexpr const char* kNames[] = {
-      "three ranks",    "nesting",      "tied",
-      "reuse",          "skip",         "frozen",
-      "freezing",       "in-place",     "two dtypes",
-      "uneven",         "transposed",   "list group",
-      "kept unsharded", "accumulate",   "two forwards",
-      "eval",           "boundary",     "one slot",
-      "other prefetch", "parent reads", "escape",
-      "rank-dependent", "clip",         "AdamW",
-      "user unshard",   "placements",   "held",
-      "manual",         "join"};
+  static constexpr const char* kNames[] = {"three ranks",
+                                           "nesting",
+                                           "tied",
+                                           "reuse",
+                                           "skip",
+                                           "frozen",
+                                           "freezing",
+                                           "in-place",
+                                           "two dtypes",
+                                           "uneven",
+                                           "transposed",
+                                           "list group",
+                                           "kept unsharded",
+                                           "accumulate",
+                                           "two forwards",
+                                           "eval",
+                                           "boundary",
+                                           "one slot",
+                                           "other prefetch",
+                                           "parent reads",
+                                           "escape",
+                                           "rank-dependent",
+                                           "clip",
+                                           "AdamW",
+                                           "user unshard",
+                                           "placements",
+                                           "held",
+                                           "manual",
+                                           "join",
+                                           "replicas",
+                                           "mixed precision",
+                                           "ignored"};
   static_assert(std::size(kNames) == kFeatures);
   return kNames[static_cast<size_t>(feature)];
 }
