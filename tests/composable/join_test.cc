@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <functional>
 #include <string>
 #include <utility>
@@ -115,6 +116,22 @@ TEST(JoinTest, EveryRowOfEveryGroupIsUpdatedOnAllRanks) {
     const auto after = full_state_dict(model);
     const std::string name = "expert" + std::to_string(rank.rank) + ".weight";
     EXPECT_TRUE((after[name] != before).any(1).all().item<bool>()) << name;
+  });
+}
+
+// Without joining: no rank waits for the timeout of 20 s.
+TEST(JoinTest, WithoutItAllRanksThrowAndNameBothGroups) {
+  RunRanks(2, [](RankContext& rank) {
+    Experts model = RankContext::Seeded(1, [] { return Experts(2); });
+    ShardExperts(model, rank.options());
+    const auto start = std::chrono::steady_clock::now();
+    ExpectError<c10::DistError>(
+        [&] {
+          model(Input(rank.rank, {3, 4}), Route{rank.rank}).sum().backward();
+        },
+        {"'expert0'", "'expert1'"});
+    EXPECT_LT(std::chrono::steady_clock::now() - start,
+              std::chrono::seconds(2));
   });
 }
 
