@@ -20,6 +20,21 @@ void Unregister(const at::Tensor& tensor) {
   UnregisterGuardedStorage(tensor.storage().unsafeGetStorageImpl());
 }
 
+// What a policy is asked about: the whole of `param` in `dtype`, without
+// memory.
+at::Tensor WholeOfDtype(const FSDPParam& param, c10::ScalarType dtype) {
+  const at::Tensor whole = param.WholeIn(
+      internal::MakeEmptyStorage((param.offset() + param.numel()) *
+                                 c10::elementSize(dtype)),
+      dtype);
+  whole.set_requires_grad(param.sharded.requires_grad());
+  const auto grad_dtype = param.sharded.grad_dtype();
+  if (grad_dtype != param.sharded.scalar_type()) {
+    whole.set_grad_dtype(grad_dtype);
+  }
+  return whole;
+}
+
 // Makes `tensor`, which keeps its autograd state, what `data` is.
 void BecomeGuarded(const at::Tensor& tensor, const at::Tensor& data) {
   internal::SetBody(tensor, data);
@@ -42,6 +57,8 @@ void FSDPParamGroup::ConvertShard(int index, const at::Tensor& data) {
   TORCH_INTERNAL_ASSERT(sharded_state_ == ShardedState::kSharded);
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
+  const ParamDtypes dtypes = ResolveDtypes(
+      policy_, param.name, WholeOfDtype(param, data.scalar_type()));
   MarkDirty(index);
   at::Tensor rows;
   {
@@ -57,12 +74,11 @@ void FSDPParamGroup::ConvertShard(int index, const at::Tensor& data) {
   }
   SetHasValues(index, true);
   BecomeGuarded(param.sharded, rows);
-  param.set_dtypes(ResolveDtypes(policy_, param.name, param.sharded));
+  param.set_dtypes(dtypes);
   param.stands_alone = true;
   RegisterGuardedStorage(rows.storage().unsafeGetStorageImpl(),
                          {state_, ~index, /*is_shard=*/true});
   if (const at::Tensor whole = param.unsharded(); whole.defined()) {
-    const ParamDtypes& dtypes = param.dtypes();
     const auto storage = internal::MakeEmptyStorage(
         (param.offset() + param.numel()) * c10::elementSize(dtypes.gathered));
     internal::SetOwner(*storage, state_.lock());

@@ -236,6 +236,39 @@ TEST(ParityMixedPrecisionTraining, ClampReduceDtype) {
   });
 }
 
+TEST(DtypeChangeTest, ThePolicyIsAskedAgainAboutTheWhole) {
+  RunRanks(2, [](RankContext& rank) {
+    Mlp model = RankContext::Seeded(1, [] { return Mlp(); });
+    std::vector<std::string> asked;
+    c10::ScalarType answer = kFloat;
+    fully_shard(
+        model,
+        rank.options().mp_policy(
+            MixedPrecisionPolicy()
+                .param_dtype(kBFloat16)
+                .param_dtype_override_fn(
+                    [&](const std::string& fqn, const at::Tensor& parameter)
+                        -> std::optional<c10::ScalarType> {
+                      asked.push_back(c10::str(fqn, parameter.sizes(),
+                                               parameter.scalar_type()));
+                      return answer;
+                    })));
+    asked.clear();
+    LossIn(kFloat, model, 1).backward();
+    ExpectThrows<c10::ValueError>([&] { model->to(kDouble); },
+                                  {"'first.weight'", "Float", "Double"});
+    ExpectDtypes(model, kFloat);
+    answer = kDouble;
+    asked.clear();
+    model->zero_grad();
+    model->to(kDouble);
+    EXPECT_EQ(asked.size(), 6U);
+    EXPECT_EQ(asked[0], "first.weight[7, 5]Double");
+    LossIn(kDouble, model, 1).backward();
+    ExpectDtypes(model, kDouble);
+  });
+}
+
 TEST(DtypeChangeTest, WhatWasSetOnTheGroupAndItsParametersStays) {
   ExactRanks(2, [](RankContext& rank) {
     Mlp model = RankContext::Seeded(1, [] { return Mlp(); });
