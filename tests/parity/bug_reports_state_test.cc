@@ -151,9 +151,9 @@ TEST(BugReportTest, LoadingLeavesTheCallersTensorsAlone) {
     optimizer.step();
     EXPECT_EQ(weights.keys(), before.keys());
     for (size_t i = 0; i < values.size(); ++i) {
-      const Tensor& now = weights.values()[i];
-      EXPECT_TRUE(now.is_same(before.values()[i]));
-      EXPECT_TRUE(torch::equal(now, values[i])) << weights.keys()[i];
+      const Tensor now = weights[i].value();
+      EXPECT_TRUE(now.is_same(before[i].value()));
+      EXPECT_TRUE(torch::equal(now, values[i])) << weights[i].key();
     }
   });
 }
