@@ -33,6 +33,8 @@ ParameterDescription Describe(const FSDPParam& param) {
   result.fqn = param.fqn;
   result.sizes = param.sizes().vec();
   result.dtype = param.dtypes().original;
+  result.gathered_dtype = param.dtypes().gathered;
+  result.reduce_dtype = param.dtypes().reduce;
   result.requires_grad = param.sharded.requires_grad();
   result.has_values = param.has_values;
   result.local_sizes = param.sharded.sizes().vec();
@@ -119,6 +121,18 @@ Description describe(const ModuleRef& module) {
   return result;
 }
 
+namespace {
+
+// What is done in another dtype than that of the shard.
+std::string Differing(const char* what, c10::ScalarType dtype,
+                      const ParameterDescription& param) {
+  return dtype == param.dtype
+             ? ""
+             : absl::StrCat(", ", what, " in ", c10::toString(dtype));
+}
+
+}  // namespace
+
 std::string to_string(const Description& description) {
   std::string text;
   for (const auto& tree : description.trees) {
@@ -147,12 +161,15 @@ std::string to_string(const Description& description) {
                         group.pending_gradient_bytes, " bytes pending\n");
       }
       for (const auto& param : group.parameters) {
-        absl::StrAppend(
-            &text, "    '", param.fqn, "' ", Sizes(param.sizes), " ",
-            c10::toString(param.dtype), param.requires_grad ? "" : ", frozen",
-            param.has_values ? "" : ", without values", ": rows ",
-            Sizes(param.local_sizes), " here, elements [", param.local_begin,
-            ", ", param.local_end, ") at offset ", param.offset, "\n");
+        absl::StrAppend(&text, "    '", param.fqn, "' ", Sizes(param.sizes),
+                        " ", c10::toString(param.dtype),
+                        Differing("gathered", param.gathered_dtype, param),
+                        Differing("reduced", param.reduce_dtype, param),
+                        param.requires_grad ? "" : ", frozen",
+                        param.has_values ? "" : ", without values", ": rows ",
+                        Sizes(param.local_sizes), " here, elements [",
+                        param.local_begin, ", ", param.local_end,
+                        ") at offset ", param.offset, "\n");
       }
     }
   }

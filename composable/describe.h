@@ -30,7 +30,10 @@ namespace composable {
 struct ParameterDescription {
   std::string fqn;
   std::vector<int64_t> sizes;  // of the whole
-  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;  // of the shard
+  // Of what operators read, and of the reduction.
+  c10::ScalarType gathered_dtype = c10::ScalarType::Undefined;
+  c10::ScalarType reduce_dtype = c10::ScalarType::Undefined;
   bool requires_grad = true;
   bool has_values = true;            // false: was on the meta device
   std::vector<int64_t> local_sizes;  // of the shard

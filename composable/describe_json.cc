@@ -11,6 +11,8 @@ Json ToJson(const ParameterDescription& param) {
   return {{"fqn", param.fqn},
           {"sizes", param.sizes},
           {"dtype", c10::toString(param.dtype)},
+          {"gathered_dtype", c10::toString(param.gathered_dtype)},
+          {"reduce_dtype", c10::toString(param.reduce_dtype)},
           {"requires_grad", param.requires_grad},
           {"has_values", param.has_values},
           {"local_sizes", param.local_sizes},

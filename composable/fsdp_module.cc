@@ -9,6 +9,7 @@
 #include "composable/for_each_state.h"
 #include "hooks/alone.h"
 #include "hooks/finalize_backward.h"
+#include "hooks/join.h"
 #include "hooks/reduce.h"
 #include "hooks/root_post_backward.h"
 #include "hooks/root_pre_forward.h"
@@ -40,7 +41,7 @@ std::vector<std::weak_ptr<FSDPState>> StatesToPrefetch(
 
 void CheckNotInBackward(const FSDPStateContext& context, const char* call) {
   CheckAlone(context, call, "()");
-  TORCH_CHECK_VALUE(!IsInBackward(context), call,
+  TORCH_CHECK_VALUE(!context.is_in_backward(), call,
                     "() was called inside a backward of the tree. Call it "
                     "after the backward.");
 }
@@ -64,6 +65,7 @@ UnshardHandle FSDPModule::unshard(bool async_op) {
   const bool pinned = std::exchange(state->pinned, true);
   try {
     IssueUnshard(*context, {&needed, 1}, context->forward_order);
+    JoinCall(*context);
     if (!async_op) WaitUnshard(*context, {&needed, 1});
   } catch (...) {
     state->pinned = pinned;
@@ -233,6 +235,7 @@ void FSDPModule::synchronize_gradients(bool recurse) {
   }
   AbortOnError abort(*context);
   ReducePending(*context, states);
+  JoinCall(*context);
   FinishReductions(*context);
   abort.Cancel();
 }

@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_join.h"
 #include "hooks/alone.h"
+#include "hooks/join.h"
 #include "hooks/root_pre_forward.h"
 #include "hooks/unshard.h"
 #include "state/fsdp_state.h"
@@ -70,6 +71,7 @@ void GatherInto(FSDPState& state, const std::vector<Item>& items,
   FSDPState* needed = &state;
   const bool was_sharded = group.is_sharded();
   IssueUnshard(*context, {&needed, 1}, context->forward_order);
+  JoinCall(*context);
   WaitUnshard(*context, {&needed, 1});
   for (size_t i = 0; i < items.size(); ++i) {
     if (items[i].state.get() != &state) continue;
@@ -153,6 +155,7 @@ void load_full_state_dict(const ModuleRef& module, const StateDict& state_dict,
       continue;
     }
     FSDPParamGroup& group = *item.state->group();
+    if (group.stands_alone()) LazyInit(*item.state);
     const auto lock = item.state->LockTree();
     group.MarkAllDirty();
     group.SetHasValues(static_cast<int>(item.param - group.params().data()),

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "hooks/join.h"
 #include "hooks/reduce.h"
 #include "hooks/root_post_backward.h"
 
@@ -17,11 +18,6 @@ bool IsOpen(const FSDPStateContext& context) {
 
 }  // namespace
 
-bool IsInBackward(const FSDPStateContext& context) {
-  return context.training_state == TrainingState::kPreBackward ||
-         context.training_state == TrainingState::kPostBackward;
-}
-
 std::shared_ptr<BackwardFinalization> FinalizeBackward(
     FSDPStateContext& context, bool async_op) {
   TORCH_CHECK_VALUE(
@@ -29,12 +25,13 @@ std::shared_ptr<BackwardFinalization> FinalizeBackward(
       "finalize_backward(): manual finalization is not enabled, so each "
       "backward ends by itself. Call set_manual_backward_finalization(true) "
       "before the backwards.");
-  TORCH_CHECK_VALUE(!IsInBackward(context),
+  TORCH_CHECK_VALUE(!context.is_in_backward(),
                     "finalize_backward() was called inside a backward of the "
                     "tree. Call it after the backward.");
   CheckNoOpenFinalization(context, "finalize_backward()");
   AbortOnError abort(context);
   ReduceSynced(context);
+  JoinCall(context);
   std::shared_ptr<BackwardFinalization> finalization;
   if (async_op && !context.reducing.empty()) {
     finalization = std::make_shared<BackwardFinalization>();
@@ -81,7 +78,7 @@ void CheckMayBeginForward(const FSDPStateContext& context) {
 void CheckMayWriteShards(const FSDPState& state, const std::string& writer) {
   const FSDPStateContext& context = *state.context;
   TORCH_CHECK_VALUE(
-      !context.unfinalized || IsInBackward(context) ||
+      !context.unfinalized || context.is_in_backward() ||
           IsFinishingReduction(context),
       writer, " writes the shards of '", state.fqn,
       "', but finalize_backward() was not called after the last backward: "

@@ -37,7 +37,4 @@ void CheckMayBeginForward(const FSDPStateContext& context);
 // Before shards of `state` are written.
 void CheckMayWriteShards(const FSDPState& state, const std::string& writer);
 
-// Whether a backward of the tree runs, in whatever thread.
-bool IsInBackward(const FSDPStateContext& context);
-
 }  // namespace composable

@@ -64,12 +64,14 @@ void ForwardScope::ReadPolicy() {
   output_dtype_ = policy.output_dtype();
 }
 
-ForwardScope::~ForwardScope() {
+ForwardScope::~ForwardScope() noexcept(false) {
   --t_open_scopes;
   if (state_ == nullptr) return;
+  const bool failed = std::uncaught_exceptions() > exceptions_;
   try {
-    Close(/*failed=*/std::uncaught_exceptions() > exceptions_);
+    Close(failed);
   } catch (const std::exception& error) {
+    if (!failed) throw;
     TORCH_WARN("The end of the forward of '", state_->fqn,
                "' failed: ", error.what());
   }
@@ -126,7 +128,12 @@ void ForwardScope::Close(bool failed) {
     AbortForward(*context_);
     return;
   }
-  JoinEnd(*context_, JoinOp::kEndForward);
+  try {
+    JoinEnd(*context_, JoinOp::kEndForward);
+  } catch (...) {
+    AbortForward(*context_);
+    throw;
+  }
   if (starts_evaluation_ &&
       context_->training_state == TrainingState::kForward) {
     Transition(&context_->training_state, TreeEvent::kEndForward);

@@ -47,7 +47,9 @@ class ForwardScope {
   // Throws what PreForward throws; the scope is not open then, and the tree is
   // left as by an exception in the forward.
   explicit ForwardScope(const torch::nn::Module& module);
-  ~ForwardScope();
+  // Throws c10::DistError if ranks with rank-dependent graphs do not end the
+  // same pass; while an exception is in flight, that is a warning.
+  ~ForwardScope() noexcept(false);
   ForwardScope(const ForwardScope&) = delete;
   ForwardScope& operator=(const ForwardScope&) = delete;
 

@@ -10,12 +10,11 @@
 #include <utility>
 
 #include "hooks/alone.h"
+#include "hooks/join.h"
 #include "hooks/root_pre_forward.h"
 #include "hooks/unshard.h"
 
 namespace composable {
-namespace {
-
 void CheckBetweenPasses(const FSDPStateContext& context, const FSDPState& state,
                         const std::string& api) {
   CheckAlone(context, api);
@@ -30,8 +29,6 @@ void CheckBetweenPasses(const FSDPStateContext& context, const FSDPState& state,
                     "', which frees and gathers parameters by itself. Call it "
                     "between iterations.");
 }
-
-}  // namespace
 
 HeldGroup::HeldGroup(std::shared_ptr<FSDPState> state, bool writeback,
                      const std::string& api)
@@ -89,6 +86,7 @@ std::vector<HeldGroup> HoldWhole(
       const std::lock_guard<std::recursive_mutex> lock(context.mutex);
       FSDPState* needed = state.get();
       IssueUnshard(context, {&needed, 1}, context.forward_order);
+      JoinCall(context);
     }
     for (const auto& group : held) {
       const std::lock_guard<std::recursive_mutex> lock(group.context_->mutex);

@@ -57,6 +57,11 @@ class HeldGroup {
 };
 
 // (collective) Gathers the groups of `states`, in their order, and holds them.
+// Throws c10::ValueError, naming `api`, inside of a forward or backward of the
+// tree, whose mutex must be held.
+void CheckBetweenPasses(const FSDPStateContext& context, const FSDPState& state,
+                        const std::string& api);
+
 // Throws c10::ValueError, naming `api`, inside of a forward or backward; then
 // nothing is held.
 std::vector<HeldGroup> HoldWhole(

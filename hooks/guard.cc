@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -23,6 +24,7 @@
 #include "hooks/pre_backward.h"
 #include "hooks/pre_forward.h"
 #include "hooks/root_pre_forward.h"
+#include "hooks/shard_data.h"
 #include "state/allow_shard_math.h"
 #include "state/fsdp_state.h"
 #include "state/storage_registry.h"
@@ -162,10 +164,15 @@ class Touches {
                       state.group()->params()[param].fqn,
                       "', which must stay in its group's memory. Copy into the "
                       "shard with copy_.");
-    const auto lock = state.LockTree();
     const at::Tensor data = torch::jit::pop(*stack).toTensor();
-    state.group()->SetShardData(param, data);
+    GiveShardData(given_memory_.state, param, data);
     return true;
+  }
+
+  // Whether it is to(), as module->to() calls it on a shard with gradients on.
+  // What it makes is a leaf, that only set_data on a shard may read.
+  bool ConvertsShard() const {
+    return read_shard_.defined() && Name() == "aten::to";
   }
 
   // Looks at the results, which are on `stack`.
@@ -247,7 +254,9 @@ class Touches {
   void ReadLocal(const at::Tensor& tensor, const std::string& fqn) {
     reads_local_ = true;
     if (AllowShardMath::IsAllowed()) return;
-    if (fqn_.empty()) fqn_ = fqn;
+    const std::string made_of =
+        fqn.empty() ? internal::MadeOfShard(tensor) : std::string();
+    if (fqn_.empty()) fqn_ = made_of.empty() ? fqn : made_of;
     TORCH_CHECK_VALUE(
         !SumsOver(Name()), Name(), " reads ", Local(),
         ", which is this rank's rows only: the result would be about this rank "
@@ -256,6 +265,10 @@ class Touches {
         "composable::full_state_dict. An optimizer that looks across elements, "
         "such as LBFGS, can't work on shards. To compute with the rows anyway, "
         "hold a composable::AllowShardMath.");
+    if (!made_of.empty()) {
+      if (c10::GradMode::is_enabled()) ThrowReadsShard();
+      return;
+    }
     TORCH_CHECK_VALUE(
         !fqn.empty() || !tensor.requires_grad() || !tensor.is_leaf() ||
             internal::IsMarkedShard(tensor),
@@ -273,16 +286,28 @@ class Touches {
   void AfterTensor(const at::Tensor& result) const {
     if (!result.defined()) return;
     if (Name() == "aten::clone") internal::AddGuard(result);
+    if (ConvertsShard()) {
+      if (result.is_same(read_shard_)) return;
+      internal::AddGuard(result);
+      result.set_requires_grad(c10::isFloatingType(result.scalar_type()));
+      internal::MarkMadeOfShard(result, fqn_);
+      return;
+    }
+    if (read_shard_.defined() && result.requires_grad() &&
+        !result.is_same(read_shard_)) {
+      ThrowReadsShard();
+    }
+  }
+
+  [[noreturn]] void ThrowReadsShard() const {
     TORCH_CHECK_VALUE(
-        !read_shard_.defined() || !result.requires_grad() ||
-            result.is_same(read_shard_),
-        Name(), " of a graph reads ", Local(),
+        false, Name(), " of a graph reads ", Local(),
         ", which is this rank's rows only. In forward use the module's member, "
         "which is the whole parameter (modules that look parameters up by name "
         "need one). To print or copy whole values use "
         "composable::full_state_dict; to print the rows, a "
-        "torch::NoGradGuard. Convert a module with to() before fully_shard. "
-        "For a penalty over shards hold a composable::AllowShardMath.");
+        "torch::NoGradGuard. For a penalty over shards hold a "
+        "composable::AllowShardMath.");
   }
 
   // In a FullParameters scope: nothing is to be gathered, and no forward begins.
@@ -380,6 +405,8 @@ void GuardFallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
       c10::DispatchKeySet{internal::kGuardKey});
   const auto inner = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER,
                                                 internal::kGuardKey);
+  std::optional<at::NoGradGuard> no_grad;
+  if (touches.ConvertsShard()) no_grad.emplace();
   try {
     op.redispatchBoxed(inner, stack);
   } catch (const c10::Error& error) {

@@ -50,7 +50,14 @@ void TakePart(FSDPStateContext& context, int64_t code) {
 }
 
 const char* PassOf(int64_t end) {
-  return OpOf(end) == JoinOp::kEndForward ? "forward" : "backward";
+  switch (OpOf(end)) {
+    case JoinOp::kEndForward:
+      return "forward";
+    case JoinOp::kEndBackward:
+      return "backward";
+    default:
+      return "call such as unshard(), finalize_backward() or full_state_dict()";
+  }
 }
 
 void CheckSameEnd(const std::vector<int64_t>& said) {
@@ -99,6 +106,11 @@ void JoinEnd(FSDPStateContext& context, JoinOp end) {
     round.Finish();
     if (round.all_end()) return;
   }
+}
+
+void JoinCall(FSDPStateContext& context) {
+  if (context.open_scopes > 0 || context.is_in_backward()) return;
+  JoinEnd(context, JoinOp::kEndCall);
 }
 
 }  // namespace composable

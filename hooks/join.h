@@ -13,7 +13,9 @@
 // need a rank gives its shard, and keeps the result as something gathered ahead,
 // evictable at once; to a reduction without gradients of its own it gives zeros,
 // and gets the rows of its shard. An end ends when all ranks have said it in one
-// round, so ranks enter and leave a pass together. Nothing depends on an order of
+// round, so ranks enter and leave a pass together, and so they do a call outside
+// of one that may gather or reduce (unshard(), full_state_dict and others): what
+// is still gathered, or pending, may differ from rank to rank. Nothing depends on an order of
 // groups that ranks would have to agree on before, and one communicator is
 // enough, since all of them issue the same sequence.
 //
@@ -28,7 +30,13 @@
 
 namespace composable {
 
-enum class JoinOp : uint8_t { kGather, kReduce, kEndForward, kEndBackward };
+enum class JoinOp : uint8_t {
+  kGather,
+  kReduce,
+  kEndForward,
+  kEndBackward,
+  kEndCall,
+};
 
 // One round. If the tree does not join, does nothing.
 class JoinRound {
@@ -51,5 +59,9 @@ class JoinRound {
 // Takes part in what other ranks do, until all have reached this end. The
 // context's mutex must be held.
 void JoinEnd(FSDPStateContext& context, JoinOp end);
+
+// The end of a call that all ranks make outside of forwards and backwards, after
+// it has issued what it needs. Does nothing inside of one.
+void JoinCall(FSDPStateContext& context);
 
 }  // namespace composable

@@ -102,6 +102,7 @@ void Configure(FSDPStateContext& context, FSDPState& root) {
         state->reshard_after_forward_override.value_or(
             state->options().reshard_after_forward().frees().value_or(state !=
                                                                       &root));
+    state->Readopt();
     context.is_last_backward &= state->is_last_backward;
     context.manual_finalization |= state->manual_finalization;
     if (state->group() == nullptr) continue;

@@ -15,6 +15,7 @@
 
 #include "hooks/guard.h"
 #include "hooks/root_pre_forward.h"
+#include "hooks/shard_data.h"
 #include "state/allow_shard_math.h"
 #include "state/forwarding_variable_hooks.h"
 #include "state/fsdp_state.h"
@@ -71,8 +72,7 @@ class TensorCalls final : public internal::ForwardingVariableHooks {
         "', which is a whole parameter and sharded: the values "
         "would be lost. Call it on the entry of module->parameters(), or load "
         "whole values with composable::load_full_state_dict.");
-    const auto lock = known.state->LockTree();
-    known.state->group()->SetShardData(known.index(), at::Tensor(data));
+    GiveShardData(known.state, known.index(), at::Tensor(data));
   }
 
   void requires_grad_(const at::TensorBase& self, bool on) const override {

@@ -117,7 +117,11 @@ void IssueUnshard(FSDPStateContext& context, FSDPStates needed,
 void GatherForOthers(FSDPStateContext& context, FSDPState& state) {
   FSDPState* others = &state;
   WaitUnshard(context, {&others, 1});
-  if (!state.group()->is_sharded()) {
+  // A slot stays for what this rank is about to gather itself.
+  const bool has_slot =
+      !state.uses_slot() ||
+      SlotsInUse(context) + 1 < context.options.limit_all_gathers();
+  if (!state.group()->is_sharded() || !has_slot) {
     state.group()->GatherForOthers(context.pool);
     return;
   }

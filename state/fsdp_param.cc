@@ -10,7 +10,8 @@
 namespace composable {
 
 FSDPParam::FSDPParam(const OwnedParam& owned)
-    : fqn(owned.name),
+    : name(owned.name),
+      fqn(owned.name),
       shared_name(std::make_shared<std::string>(owned.name)),
       slots(owned.slots),
       placement(owned.placement),
@@ -125,16 +126,21 @@ void FSDPParam::CopyRowsFrom(const at::Tensor& whole,
                flat_shard.narrow(0, local_offset_, local_.end - local_.begin));
 }
 
+at::Tensor FSDPParam::EmptyRows(c10::ScalarType dtype) const {
+  const at::Tensor flat = at::empty({local_.end - local_.begin}, dtype);
+  return internal::MakeTensor(internal::StorageOf(flat), dtype, local_sizes_,
+                              local_strides_, 0);
+}
+
 at::Tensor FSDPParam::RowsOf(const at::Tensor& whole) const {
-  const at::Tensor flat = at::empty({local_.end - local_.begin},
-                                    whole.options().layout(c10::kStrided));
-  const at::Tensor rows =
-      internal::MakeTensor(internal::StorageOf(flat), flat.scalar_type(),
-                           local_sizes_, local_strides_, 0);
+  const at::Tensor rows = EmptyRows(whole.scalar_type());
   if (chunks_) {
     rows.copy_(chunks_->PartOf(whole, rank_));
   } else {
-    CopyElements(whole, local_.begin, local_.end, flat);
+    const int64_t numel = local_.end - local_.begin;
+    CopyElements(whole, local_.begin, local_.end,
+                 internal::MakeTensor(internal::StorageOf(rows),
+                                      rows.scalar_type(), {numel}, {1}, 0));
   }
   return rows;
 }

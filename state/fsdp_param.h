@@ -85,6 +85,9 @@ class FSDPParam {
   // This rank's rows of `whole`, in memory of their own.
   at::Tensor RowsOf(const at::Tensor& whole) const;
 
+  // Memory for this rank's rows, shaped like S.
+  at::Tensor EmptyRows(c10::ScalarType dtype) const;
+
   // This rank's rows in `flat`, a flat shard or a flat reduced gradient: not a
   // view in autograd's sense.
   at::Tensor RowsIn(const at::Tensor& flat) const;
@@ -103,7 +106,8 @@ class FSDPParam {
   // P, or an undefined tensor if nothing holds it any more.
   at::Tensor unsharded() const;
 
-  std::string fqn;
+  const std::string name;  // when it was sharded, from that module
+  std::string fqn;         // from the root, once that is known
   // The same, for the errors of P, which may outlive this.
   std::shared_ptr<std::string> shared_name;
   std::vector<ParameterSlot> slots;  // every entry that holds S
@@ -112,7 +116,9 @@ class FSDPParam {
   bool has_edge = false;             // P's gradients flow into the sink
   bool has_values = true;            // false: was on the meta device, see
                                      // FSDPParamGroup::SetHasValues
-  int leaf_questions = 0;            // that were looked into
+  // Over storages of its own, and so is P: see Note [Dtype changes].
+  bool stands_alone = false;
+  int leaf_questions = 0;  // that were looked into
 
   // What a reduction left in S.grad() last, while GradientReduction looks.
   struct Filled {
@@ -129,6 +135,8 @@ class FSDPParam {
       std::make_shared<internal::GradientWatch>();
 
   int segment() const { return segment_; }
+  // Of the same layout as that which it was placed in.
+  void set_segment(int segment) { segment_ = segment; }
   // Null unless it was placed as a chunk.
   const Chunks* chunks() const { return chunks_ ? &*chunks_ : nullptr; }
   int64_t numel() const { return numel_; }

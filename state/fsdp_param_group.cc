@@ -22,11 +22,6 @@ namespace {
 
 constexpr size_t kSegmentAlignment = 128;  // bytes
 
-size_t RoundUp(size_t bytes) {
-  return (bytes + kSegmentAlignment - 1) / kSegmentAlignment *
-         kSegmentAlignment;
-}
-
 std::string MemberGradientMessage(const std::string& fqn) {
   return "The gradient of '" + fqn +
          "' was asked for through the module's member, which is the whole "
@@ -40,11 +35,18 @@ std::string MemberGradientMessage(const std::string& fqn) {
 
 }  // namespace
 
+size_t FSDPParamGroup::PaddedBytes(size_t bytes) {
+  return (bytes + kSegmentAlignment - 1) / kSegmentAlignment *
+         kSegmentAlignment;
+}
+
 FSDPParamGroup::FSDPParamGroup(
     const std::vector<OwnedParam>& owned,
     // NOLINTNEXTLINE(performance-unnecessary-value-param): cheap to copy
     GroupCommunicators communicators, const MixedPrecisionPolicy& policy)
-    : communicator_(communicators.shard), replicate_(communicators.replicate) {
+    : policy_(policy),
+      communicator_(communicators.shard),
+      replicate_(communicators.replicate) {
   CheckPolicy(policy);
   if (communicators.post_forward) {
     post_forward_.emplace(*communicators.post_forward);
@@ -59,11 +61,28 @@ FSDPParamGroup::FSDPParamGroup(
   BuildSegments();
 }
 
-FSDPParamGroup::~FSDPParamGroup() {
+FSDPParamGroup::~FSDPParamGroup() { UnregisterStorages(); }
+
+void FSDPParamGroup::RegisterStorages(int index,
+                                      const c10::StorageImpl* whole) {
+  RegisterGuardedStorage(whole, {state_, index, /*is_shard=*/false});
+  RegisterGuardedStorage(
+      segments_[index].flat_shard.storage().unsafeGetStorageImpl(),
+      {state_, index, /*is_shard=*/true});
+}
+
+void FSDPParamGroup::UnregisterStorages() {
   for (const auto& segment : segments_) {
     UnregisterGuardedStorage(segment.storage._unsafe_get_target());
     UnregisterGuardedStorage(
         segment.flat_shard.storage().unsafeGetStorageImpl());
+  }
+  for (const auto& param : params_) {
+    if (!param.stands_alone) continue;
+    UnregisterGuardedStorage(param.sharded.storage().unsafeGetStorageImpl());
+    if (const at::Tensor whole = param.unsharded(); whole.defined()) {
+      UnregisterGuardedStorage(whole.storage().unsafeGetStorageImpl());
+    }
   }
 }
 
@@ -110,7 +129,7 @@ void FSDPParamGroup::BuildSegments() {
         (plan.whole_numel + ranks - 1) / ranks * ranks;
     segment.whole_bytes = numel_of_whole * c10::elementSize(segment.gathered);
     segment.buffer_offset = unsharded_bytes_;
-    unsharded_bytes_ += RoundUp(segment.whole_bytes);
+    unsharded_bytes_ += PaddedBytes(segment.whole_bytes);
     bool has_empty = false;
     for (const int i : segment.params) {
       const ShardRange local = params_[i].local_range();
@@ -120,8 +139,11 @@ void FSDPParamGroup::BuildSegments() {
     const int64_t numel = segment.layout.shard_numel();
     const auto places =
         has_empty ? static_cast<int64_t>(segment.params.size()) : 0;
+    const bool any_values =
+        std::any_of(segment.params.begin(), segment.params.end(),
+                    [&](int i) { return !params_[i].unsharded().is_meta(); });
     segment.flat_shard =
-        MakeFlatShard(segment, numel + places).narrow(0, 0, numel);
+        MakeFlatShard(segment.dtype, numel, numel + places, any_values);
     std::vector<const FSDPParam*> in_order;
     for (const int i : segment.params) {
       MakeShard(params_[i], segment);
@@ -139,15 +161,12 @@ void FSDPParamGroup::BuildSegments() {
   owned_bytes_ = std::move(owned_bytes);
 }
 
-at::Tensor FSDPParamGroup::MakeFlatShard(const Segment& segment,
-                                         int64_t places) const {
-  const bool any_values =
-      std::any_of(segment.params.begin(), segment.params.end(),
-                  [&](int i) { return !params_[i].unsharded().is_meta(); });
-  if (any_values) return at::zeros({places}, segment.dtype);
+at::Tensor FSDPParamGroup::MakeFlatShard(c10::ScalarType dtype, int64_t numel,
+                                         int64_t places, bool has_values) {
   return internal::MakeTensor(
-      internal::MakeEmptyStorage(places * c10::elementSize(segment.dtype)),
-      segment.dtype, {places}, {1}, 0);
+      has_values ? internal::StorageOf(at::zeros({places}, dtype))
+                 : internal::MakeEmptyStorage(places * c10::elementSize(dtype)),
+      dtype, {numel}, {1}, 0);
 }
 
 void FSDPParamGroup::MakeShard(FSDPParam& param, const Segment& segment) {
@@ -181,6 +200,7 @@ void FSDPParamGroup::Attach(const std::shared_ptr<FSDPState>& state,
                             std::function<NodePtr()> make_sink) {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
+  state_ = state;
   make_sink_ = std::move(make_sink);
   try {
     for (size_t s = 0; s < segments_.size(); ++s) {
@@ -189,11 +209,7 @@ void FSDPParamGroup::Attach(const std::shared_ptr<FSDPState>& state,
       segment.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(storage);
       new_storages_.push_back(storage);
       internal::SetOwner(*storage, state);
-      RegisterGuardedStorage(storage.get(),
-                             {state, static_cast<int>(s), /*is_shard=*/false});
-      RegisterGuardedStorage(
-          segment.flat_shard.storage().unsafeGetStorageImpl(),
-          {state, static_cast<int>(s), /*is_shard=*/true});
+      RegisterStorages(static_cast<int>(s), storage.get());
     }
     TakeOver();
     const NodePtr sink = Sink();  // one for all parameters
@@ -326,7 +342,8 @@ void FSDPParamGroup::IssueGathers(BufferPool& pool,
 }
 
 void FSDPParamGroup::GatherForOthers(BufferPool& pool) {
-  TORCH_INTERNAL_ASSERT(sharded_state_ == ShardedState::kUnsharded);
+  TORCH_INTERNAL_ASSERT(sharded_state_ == ShardedState::kUnsharded ||
+                        sharded_state_ == ShardedState::kSharded);
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   const auto custom = communicator_.size() > 1 ? custom_all_gather_ : nullptr;
@@ -564,23 +581,27 @@ void FSDPParamGroup::MarkAllDirty() {
   for (size_t i = 0; i < params_.size(); ++i) MarkDirty(static_cast<int>(i));
 }
 
+void FSDPParamGroup::CheckShardData(const FSDPParam& param,
+                                    const at::Tensor& data,
+                                    c10::ScalarType dtype) {
+  TORCH_CHECK_VALUE(
+      data.device().is_cpu() && data.layout() == c10::kStrided &&
+          data.scalar_type() == dtype &&
+          (data.sizes() == param.local_sizes() ||
+           data.sizes() == param.sizes()),
+      "The shard of parameter '", param.fqn,
+      "' was to be given other memory: expected ", dtype, " of sizes ",
+      param.local_sizes(), " (this rank's rows) or ", param.sizes(),
+      " (the whole parameter) on the CPU, got ", data.scalar_type(),
+      " of sizes ", data.sizes(), " on ", data.device(),
+      ". Move a module with to() before fully_shard.");
+}
+
 void FSDPParamGroup::SetShardData(int index, const at::Tensor& data) {
   FSDPParam& param = params_[index];
   const Segment& segment = segments_[param.segment()];
+  CheckShardData(param, data, segment.dtype);
   const bool is_rows = data.sizes() == param.local_sizes();
-  TORCH_CHECK_VALUE(data.device().is_cpu() && data.layout() == c10::kStrided &&
-                        data.scalar_type() == segment.dtype &&
-                        (is_rows || data.sizes() == param.sizes()),
-                    "The shard of parameter '", param.fqn,
-                    "' was to be given other memory: "
-                    "expected ",
-                    segment.dtype, " of sizes ", param.local_sizes(),
-                    " (this rank's rows) or ", param.sizes(),
-                    " (the whole parameter) on "
-                    "the CPU, got ",
-                    data.scalar_type(), " of sizes ", data.sizes(), " on ",
-                    data.device(),
-                    ". Convert or move a module with to() before fully_shard.");
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   MarkDirty(index);
@@ -711,6 +732,7 @@ void FSDPParamGroup::SetNames(const std::string& group_fqn) {
 }
 
 int FSDPParamGroup::FindShard(int segment, int64_t storage_offset) const {
+  if (segment < 0) return ~segment;
   const auto& indices = segments_[segment].params;
   const auto it =
       std::find_if(indices.begin(), indices.end(), [&](const int i) {
@@ -723,6 +745,7 @@ int FSDPParamGroup::FindShard(int segment, int64_t storage_offset) const {
 }
 
 int FSDPParamGroup::FindParam(int segment, int64_t storage_offset) const {
+  if (segment < 0) return ~segment;
   const auto& indices = segments_[segment].params;
   auto it = std::upper_bound(indices.begin(), indices.end(), storage_offset,
                              [&](int64_t offset, int index) {
@@ -735,7 +758,7 @@ size_t FSDPParamGroup::gathered_bytes() const {
   size_t bytes = 0;
   for (const auto& segment : segments_) {
     bytes += segment.staged != nullptr ? segment.staged->gathered_bytes()
-                                       : RoundUp(segment.whole_bytes);
+                                       : PaddedBytes(segment.whole_bytes);
   }
   return bytes;
 }

@@ -28,6 +28,14 @@
 // memory. The flat shard gets memory with the first values that come into its
 // group. While a parameter has none, its group can't be gathered.
 //
+// Note [Dtype changes]
+// A shard may be given another dtype, as by module->to(dtype), one after the
+// other and between forwards. It and the whole parameter P then stand alone,
+// over storages of their own, so that both are of the new dtype at once, until
+// the tree is made again, at its next use. There the group takes them up in new
+// segments, one for each segment and dtype, that keep the layouts: rows stay
+// where they are, and so what an optimizer keeps for them still fits.
+//
 // Thread-compatible: guarded by the mutex of the tree.
 #pragma once
 
@@ -110,8 +118,8 @@ class FSDPParamGroup {
   // values of an earlier one, so a group that is stale is resharded first. The
   // part that is kept is used unless a shard was written since.
   void IssueUnshard(BufferPool& pool);
-  // Takes part in a gather of this group that other ranks need, while its whole
-  // parameters are here.
+  // Takes part in a gather of this group that other ranks need, and drops the
+  // result. In kSharded or kUnsharded, which it does not change.
   void GatherForOthers(BufferPool& pool);
   // kUnsharding -> kUnsharded. If the gather failed: -> kSharded, and throws.
   void WaitUnshard(BufferPool& pool);
@@ -169,6 +177,14 @@ class FSDPParamGroup {
   // rank's rows, or the whole parameter, and is copied. Throws c10::ValueError
   // if it is neither. Warns once if other tensors share the shard's memory.
   void SetShardData(int index, const at::Tensor& data);
+  // The same in another dtype, while kSharded and without gradients that are
+  // pending; see Note [Dtype changes].
+  void ConvertShard(int index, const at::Tensor& data);
+  // Whether parameter `index`, or any, stands alone.
+  bool stands_alone(int index) const { return params_[index].stands_alone; }
+  bool stands_alone() const;
+  // Ends that, while kSharded. A GradientReduction must be made again.
+  void Readopt();
 
   // Follows what the user last asked of parameter `index` with
   // requires_grad_() on its shard. True if that changed.
@@ -196,6 +212,7 @@ class FSDPParamGroup {
 
   // The parameter that a view of the unsharded storage, or of the flat shard,
   // belongs to.
+  // A negative segment is the complement of a parameter that stands alone.
   int FindParam(int segment, int64_t storage_offset) const;
   int FindShard(int segment, int64_t storage_offset) const;
 
@@ -223,10 +240,20 @@ class FSDPParamGroup {
 
  private:
   void BuildSegments();
-  at::Tensor MakeFlatShard(const Segment& segment, int64_t places) const;
+  // Of `numel` elements in memory for `places`; without any unless it
+  // `has_values`.
+  static at::Tensor MakeFlatShard(c10::ScalarType dtype, int64_t numel,
+                                  int64_t places, bool has_values);
   void MakeShard(FSDPParam& param, const Segment& segment);
+  // Of segment `index`, whose whole parameters are in `whole`.
+  void RegisterStorages(int index, const c10::StorageImpl* whole);
+  void UnregisterStorages();
   void TakeOver();
+  static void CheckShardData(const FSDPParam& param, const at::Tensor& data,
+                             c10::ScalarType dtype);
   NodePtr Sink();
+  // Bytes of a segment in the group's buffer.
+  static size_t PaddedBytes(size_t bytes);
   void LabelCollectives(const std::string& group_fqn);
   // What a gather that is not staged writes and reads. As bytes, so that every
   // dtype can be gathered; the former not over the segment's storage, because a
@@ -240,6 +267,8 @@ class FSDPParamGroup {
   at::Tensor CastShardInto(const Segment& segment,
                            const at::Tensor& whole) const;
 
+  std::weak_ptr<FSDPState> state_;
+  MixedPrecisionPolicy policy_;
   Communicator communicator_;
   std::optional<Communicator> replicate_;
   std::optional<PostForwardShard> post_forward_;

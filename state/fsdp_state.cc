@@ -88,6 +88,14 @@ FSDPState::~FSDPState() {
   if (context != nullptr) context->Forget(this);
 }
 
+void FSDPState::Readopt() {
+  if (group_ == nullptr || !group_->stands_alone()) return;
+  group_->Readopt();
+  auto reduction = std::make_unique<GradientReduction>(*group_);
+  reduction->settings() = std::move(reduction_->settings());
+  reduction_ = std::move(reduction);
+}
+
 void FSDPState::Commit() noexcept {
   undo = nullptr;
   if (group_ != nullptr) group_->CommitAttach();

@@ -68,6 +68,11 @@ class FSDPStateContext {
   int operator_task = -1;
 
   TrainingState training_state = TrainingState::kIdle;
+  // Whether a backward of the tree runs, in whatever thread.
+  bool is_in_backward() const {
+    return training_state == TrainingState::kPreBackward ||
+           training_state == TrainingState::kPostBackward;
+  }
   std::vector<std::weak_ptr<torch::nn::Module>> roots;
   TreeSnapshot snapshot;
   // The states whose parameters the last operator read.
@@ -137,6 +142,8 @@ class FSDPState final : public ComposableState {
   // Null if the modules have no parameters of their own.
   FSDPParamGroup* group() const { return group_.get(); }
   GradientReduction* reduction() const { return reduction_.get(); }
+  // After shards were given another dtype: see Note [Dtype changes].
+  void Readopt();
   const FullyShardOptions& options() const { return options_; }
   std::vector<std::shared_ptr<torch::nn::Module>> modules() const;
 

@@ -139,6 +139,7 @@ void AddGuard(const at::Tensor& tensor) {
 
 namespace {
 constexpr char kShardName[] = "composable::shard";
+constexpr char kMadeOfShard[] = "composable::made of shard ";
 }  // namespace
 
 void MarkShard(const at::Tensor& leaf) {
@@ -148,6 +149,16 @@ void MarkShard(const at::Tensor& leaf) {
 bool IsMarkedShard(const at::Tensor& tensor) {
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
   return meta != nullptr && meta->name_ == kShardName;
+}
+
+void MarkMadeOfShard(const at::Tensor& leaf, const std::string& fqn) {
+  torch::autograd::impl::set_name(leaf, kMadeOfShard + fqn);
+}
+
+std::string MadeOfShard(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr || meta->name_.rfind(kMadeOfShard, 0) != 0) return "";
+  return meta->name_.substr(sizeof(kMadeOfShard) - 1);
 }
 
 torch::OrderedDict<std::string, at::Tensor>& Parameters(

@@ -46,6 +46,10 @@ void AddGuard(const at::Tensor& tensor);
 // Tells a shard, also one whose group is gone, from a copy of one.
 void MarkShard(const at::Tensor& leaf);
 bool IsMarkedShard(const at::Tensor& tensor);
+// Tells a leaf that an operator made of the shard of parameter `fqn`.
+void MarkMadeOfShard(const at::Tensor& leaf, const std::string& fqn);
+// That parameter; empty: of none.
+std::string MadeOfShard(const at::Tensor& tensor);
 
 // The registry of a module's own parameters. Undefined entries are legal.
 torch::OrderedDict<std::string, at::Tensor>& Parameters(

@@ -473,11 +473,10 @@ const std::vector<Idiom>& Idioms() {
                 }
               }),
       Refused("PrintingAShard",
-              {"reads the shard of parameter 'first.weight'",
-               "composable::full_state_dict"},
+              {"reads the shard of parameter '", "composable::full_state_dict"},
               [](RankContext&, Mlp& m) {
-                std::ostringstream out;
-                out << m->parameters()[0];
+                std::ostringstream out;  // of those with rows on this rank
+                for (const auto& p : m->parameters()) out << p;
               }),
       {"PrintingRowsWithoutGrad",
        [](RankContext& rank) {

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <functional>
 #include <string>
 #include <utility>
@@ -118,6 +119,22 @@ TEST(JoinTest, EveryRowOfEveryGroupIsUpdatedOnAllRanks) {
   });
 }
 
+// Without joining: no rank waits for the timeout of 20 s.
+TEST(JoinTest, WithoutItAllRanksThrowAndNameBothGroups) {
+  RunRanks(2, [](RankContext& rank) {
+    Experts model = RankContext::Seeded(1, [] { return Experts(2); });
+    ShardExperts(model, rank.options());
+    const auto start = std::chrono::steady_clock::now();
+    ExpectError<c10::DistError>(
+        [&] {
+          model(Input(rank.rank, {3, 4}), Route{rank.rank}).sum().backward();
+        },
+        {"'expert0'", "'expert1'"});
+    EXPECT_LT(std::chrono::steady_clock::now() - start,
+              std::chrono::seconds(2));
+  });
+}
+
 TEST(JoinTest, NobodysGroupHasNoGradient) {
   ExactRanks(2, [](RankContext& rank) {
     Experts model = RankContext::Seeded(1, [] { return Experts(3); });
@@ -144,6 +161,64 @@ TEST(JoinTest, EvaluationAndPlainCollectivesComeInBetween) {
   });
 }
 
+// What is still gathered after a pass differs from rank to rank.
+TEST(JoinTest, CallsOutsideOfPassesWhereRanksHoldDifferentGroups) {
+  ExactRanks(3, [](RankContext& rank) {
+    Experts model = RankContext::Seeded(1, [] { return Experts(3); });
+    std::vector<FSDPModule> handles;
+    for (auto& expert : model->experts) {
+      handles.push_back(fully_shard(expert, Joining(rank)));
+    }
+    FSDPModule root =
+        fully_shard(model, Joining(rank).reshard_after_forward(false));
+    const auto forward = [&] {
+      model(Input(rank.rank, {3, 4}), Route{rank.rank, (rank.rank + 1) % 3});
+    };
+    const at::Tensor weight = full_state_dict(model)["expert1.weight"];
+    {
+      const torch::NoGradGuard no_grad;
+      forward();
+      EXPECT_TRUE(full_state_dict(model)["expert1.weight"].equal(weight));
+      forward();
+      handles[1].unshard();
+      EXPECT_TRUE(model->experts[1]->weight.equal(weight));
+      handles[1].reshard();
+      forward();
+      const FullParameters whole(model);
+      EXPECT_TRUE(model->experts[1]->weight.equal(weight));
+    }
+    root.set_manual_backward_finalization(true);
+    root.set_requires_gradient_sync(false);
+    model(Input(rank.rank, {3, 4}), Route{rank.rank}).sum().backward();
+    root.set_requires_gradient_sync(true);
+    root.finalize_backward();
+    for (const auto& item : model->named_parameters()) {
+      EXPECT_TRUE(item.value().grad().defined()) << item.key();
+    }
+    model->zero_grad();
+    root.set_manual_backward_finalization(false);
+    root.set_requires_gradient_sync(false);
+    model(Input(rank.rank, {3, 4}), Route{rank.rank}).sum().backward();
+    root.synchronize_gradients();
+    for (const auto& item : model->named_parameters()) {
+      EXPECT_TRUE(item.value().grad().defined()) << item.key();
+    }
+  });
+}
+
+TEST(JoinTest, ARankThatOnlyTakesPartHoldsNoMoreThanItsSlots) {
+  ExactRanks(2, [](RankContext& rank) {
+    Experts model = RankContext::Seeded(1, [] { return Experts(8); });
+    ShardExperts(model, Joining(rank));
+    const Route route =
+        rank.rank == 0 ? Route{} : Route{0, 1, 2, 3, 4, 5, 6, 7};
+    model(Input(rank.rank, {3, 4}), route).sum().backward();
+    const int64_t expert_bytes = 2 * 64;  // 10 floats a rank, and padding
+    // The root, which stays, and two slots.
+    EXPECT_LE(fsdp_stats(model).peak_unsharded_bytes, 3 * expert_bytes);
+  });
+}
+
 TEST(JoinTest, NeedsTheBoundaryOfTheRoot) {
   RunRanks(2, [](RankContext& rank) {
     Experts model = RankContext::Seeded(1, [] { return Experts(2); });
@@ -167,7 +242,11 @@ TEST(JoinTest, RanksThatEndDifferentPassesThrow) {
           {"different passes", "rank 0 a backward", "rank 1 a forward"});
     } else {
       const torch::NoGradGuard no_grad;
-      model(Input(1, {3, 4}), Route{0});  // its end can only warn
+      ExpectError<c10::DistError>(
+          [&] {
+            model(Input(1, {3, 4}), Route{0});
+          },
+          {"different passes", "rank 0 a backward", "rank 1 a forward"});
     }
   });
 }

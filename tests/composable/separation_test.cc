@@ -113,16 +113,6 @@ std::string ShardArchive(Linear& m) {
 INSTANTIATE_TEST_SUITE_P(
     Ways, CutOffTest,
     testing::Values(
-        Refusal{"ToDouble",
-                {"'weight'", "Convert a module with to() before fully_shard"},
-                [](RankContext&, Linear& m) { m->to(torch::kDouble); }},
-        Refusal{"ToDoubleWithoutGrad",
-                {"The shard of parameter 'weight'", "expected Float",
-                 "got Double", "before fully_shard"},
-                [](RankContext&, Linear& m) {
-                  const torch::NoGradGuard no_grad;
-                  m->to(torch::kDouble);
-                }},
         Refusal{"ToMeta",
                 {"'weight'", "before fully_shard"},
                 [](RankContext&, Linear& m) {

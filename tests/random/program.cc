@@ -20,6 +20,11 @@ class Drawing {
     if (Chance(50)) p.world_size = Use(Feature::kThreeRanks, 3);
     p.dim = Between(2, 6);
     Style();
+    if (Chance(35)) {
+      Use(Feature::kJoin);
+      Use(Feature::kBoundary);
+      p.options.rank_dependent(true);
+    }
     p.root = Node(/*depth=*/0);
     p.root.sharded = true;
     if (Chance(35)) p.microbatches = Use(Feature::kAccumulate, Between(2, 3));
@@ -35,6 +40,16 @@ class Drawing {
       p.options.backward_prefetch(Chance(50) ? BackwardPrefetch::kBackwardPost
                                              : BackwardPrefetch::kNone);
       p.options.forward_prefetch(Chance(50));
+    }
+    if (Chance(35)) {
+      Use(Feature::kMixed);
+      p.options.mp_policy(MixedPrecisionPolicy()
+                              .param_dtype(c10::kFloat)
+                              .cast_forward_inputs(false));
+    }
+    if (!p.has(Feature::kJoin) && Chance(40)) {
+      Use(Feature::kReplicas);
+      if (p.world_size == 2 && Chance(50)) p.world_size = 4;
     }
     FindNesting(p.root, /*below_root=*/false);
     return p;
@@ -60,7 +75,7 @@ class Drawing {
   void Style() {
     for (bool* wanted : {&reuse_, &skip_, &frozen_, &freezing_, &in_place_,
                          &two_dtypes_, &transposed_, &lists_, &keep_, &reads_,
-                         &escapes_, &branches_, &ties_, &nests_}) {
+                         &escapes_, &branches_, &ties_, &nests_, &ignores_}) {
       *wanted = Chance(50);
     }
   }
@@ -69,13 +84,16 @@ class Drawing {
     NodePlan node;
     node.hidden = static_cast<int64_t>(Between(1, 7));
     node.sharded = Chance(70);
-    node.has_own = depth > 0 || Chance(60);
+    // Ranks that join run equally many backwards: the root is always trained.
+    const bool trained = depth == 0 && program_.has(Feature::kJoin);
+    node.has_own = depth > 0 || trained || Chance(60);
     if (node.has_own) {
       if (two_dtypes_ && Chance(60)) node.bias_is_float = true;
       if (transposed_ && Chance(60)) node.transposed = true;
-      if (frozen_ && Chance(50))
+      if (frozen_ && !trained && Chance(50))
         (Chance(50) ? node.frozen : node.frozen_bias) = true;
-      if (freezing_ && Chance(50)) node.toggled = true;
+      if (freezing_ && !trained && Chance(50)) node.toggled = true;
+      if (ignores_ && Chance(40)) node.ignored_bias = true;
       Note(node);
       const bool in_place = in_place_ && Chance(70);
       node.steps.push_back(
@@ -105,6 +123,7 @@ class Drawing {
     if (node.transposed) Use(Feature::kTransposed);
     if (node.frozen || node.frozen_bias) Use(Feature::kFrozen);
     if (node.toggled) Use(Feature::kFreezing);
+    if (node.ignored_bias) Use(Feature::kIgnored);
     if (node.hidden % program_.world_size != 0) Use(Feature::kUneven);
   }
 
@@ -116,6 +135,8 @@ class Drawing {
       op = Use(Feature::kReuse, Op::kChildTwice);
     } else if (skip_ && Chance(50)) {
       op = Use(Feature::kSkip, Op::kChildSometimes);
+    } else if (program_.has(Feature::kJoin) && Chance(70)) {
+      op = Op::kChildByRank;
     }
     node.steps.push_back({op, i});
     if (reads_ && child.has_own && Chance(50)) {
@@ -153,13 +174,13 @@ class Drawing {
   bool reuse_ = false, skip_ = false, frozen_ = false, freezing_ = false,
        in_place_ = false, two_dtypes_ = false, transposed_ = false,
        lists_ = false, keep_ = false, reads_ = false, escapes_ = false,
-       branches_ = false, ties_ = false, nests_ = false;
+       branches_ = false, ties_ = false, nests_ = false, ignores_ = false;
 };
 
 void Write(std::ostream& out, const NodePlan& node, const std::string& indent) {
   static constexpr const char* kOps[] = {
-      "own",   "own in place", "branch",          "escape",
-      "child", "child twice",  "child sometimes", "read child"};
+      "own",         "own in place",    "branch",        "escape",    "child",
+      "child twice", "child sometimes", "child by rank", "read child"};
   out << indent << "node: hidden " << node.hidden;
   for (const auto& [set, name] :
        std::initializer_list<std::pair<bool, const char*>>{
@@ -172,6 +193,7 @@ void Write(std::ostream& out, const NodePlan& node, const std::string& indent) {
            {node.transposed, "transposed"},
            {node.frozen, "frozen"},
            {node.frozen_bias, "frozen bias"},
+           {node.ignored_bias, "ignored bias"},
            {node.toggled, "toggled"},
            {node.tied, "tied to the one before"}}) {
     if (set) out << ", " << name;
@@ -189,14 +211,38 @@ void Write(std::ostream& out, const NodePlan& node, const std::string& indent) {
 }  // namespace
 
 const char* ToString(Feature feature) {
-  static constexpr const char* kNames[] = {
-      "three ranks",    "nesting",        "tied",           "reuse",
-      "skip",           "frozen",         "freezing",       "in-place",
-      "two dtypes",     "uneven",         "transposed",     "list group",
-      "kept unsharded", "accumulate",     "two forwards",   "eval",
-      "boundary",       "one slot",       "other prefetch", "parent reads",
-      "escape",         "rank-dependent", "clip",           "AdamW",
-      "user unshard",   "placements",     "held",           "manual"};
+  static constexpr const char* kNames[] = {"three ranks",
+                                           "nesting",
+                                           "tied",
+                                           "reuse",
+                                           "skip",
+                                           "frozen",
+                                           "freezing",
+                                           "in-place",
+                                           "two dtypes",
+                                           "uneven",
+                                           "transposed",
+                                           "list group",
+                                           "kept unsharded",
+                                           "accumulate",
+                                           "two forwards",
+                                           "eval",
+                                           "boundary",
+                                           "one slot",
+                                           "other prefetch",
+                                           "parent reads",
+                                           "escape",
+                                           "rank-dependent",
+                                           "clip",
+                                           "AdamW",
+                                           "user unshard",
+                                           "placements",
+                                           "held",
+                                           "manual",
+                                           "join",
+                                           "replicas",
+                                           "mixed precision",
+                                           "ignored"};
   static_assert(std::size(kNames) == kFeatures);
   return kNames[static_cast<size_t>(feature)];
 }

@@ -52,6 +52,10 @@ enum class Feature : uint8_t {
   kPlacements,     // Shard(dim) and Owned()
   kHeld,           // set_reshard_after_backward(false)
   kManual,         // finalize_backward()
+  kJoin,           // ranks use different groups, and join
+  kReplicas,       // a 2-D mesh, where no ranks join
+  kMixed,          // gathered in float, though double
+  kIgnored,        // parameters left to the program, which averages gradients
   kCount,
 };
 inline constexpr size_t kFeatures = static_cast<size_t>(Feature::kCount);
@@ -69,6 +73,7 @@ struct NodePlan {
     kChild,           // children[index]
     kChildTwice,      // children[index], twice
     kChildSometimes,  // children[index], in every second step
+    kChildByRank,     // children[index], on every second rank
     kReadChild,       // a parameter of children[index]
   };
   struct Step {
@@ -82,6 +87,7 @@ struct NodePlan {
   bool bias_is_float = false;
   bool transposed = false;
   bool frozen_bias = false;
+  bool ignored_bias = false;
   bool frozen = false;
   bool toggled = false;  // frozen in the second step only
   bool sharded = false;  // a group of its own

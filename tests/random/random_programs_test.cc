@@ -22,7 +22,9 @@ constexpr uint64_t kDefaultSeeds = 300;
 uint64_t first_seed = 0;
 uint64_t end_seed = kDefaultSeeds;
 
-// Parameters are double but for some biases. Sums over ranks are added in
+// Parameters are double but for some biases, and where they are gathered in
+// float; there one rounding of a gradient of several uses comes at another place.
+// Sums over ranks are added in
 // another order, and AdamW's division by a root magnifies that near zero.
 constexpr double kTolerance = 1e-9;
 constexpr double kFloatTolerance = 1e-5;
@@ -34,7 +36,9 @@ void ExpectEqualWeights(const Program& program, const Weights& expected,
     const at::Tensor& other = got.at(name);
     ASSERT_EQ(value.sizes(), other.sizes()) << name;
     const double tolerance =
-        program.has(Feature::kTwoDtypes) ? kFloatTolerance : kTolerance;
+        program.has(Feature::kTwoDtypes) || program.has(Feature::kMixed)
+            ? kFloatTolerance
+            : kTolerance;
     EXPECT_LE((value - other).abs().max().item<double>(), tolerance)
         << name << "\n"
         << value << "\n"
@@ -47,9 +51,11 @@ void CheckProgram(uint64_t seed) {
   const Weights expected = TrainUnsharded(program);
   try {
     RunRanksOptions options;
-    // Gloo for some: it is slower to set up, and is what programs run on.
-    options.backend =
-        seed % 8 == 0 ? TestBackend::kGloo : TestBackend::kInProcess;
+    // Gloo for some: it is slower to set up, and is what programs run on. Only
+    // it can be split.
+    options.backend = seed % 8 == 0 || program.has(Feature::kReplicas)
+                          ? TestBackend::kGloo
+                          : TestBackend::kInProcess;
     std::mutex mutex;
     RunRanks(
         program.world_size,
@@ -76,6 +82,11 @@ TEST(RandomPrograms, ShardedTrainingEqualsUnsharded) {
   }
 }
 
+bool NeverTogether(Feature a, Feature b) {
+  return (a == Feature::kJoin && b == Feature::kReplicas) ||
+         (a == Feature::kReplicas && b == Feature::kJoin);
+}
+
 // What the default seeds contain, so that a change of the drawing can't lose a
 // combination without notice.
 TEST(RandomPrograms, DefaultSeedsCoverEveryPairOfFeatures) {
@@ -91,6 +102,9 @@ TEST(RandomPrograms, DefaultSeedsCoverEveryPairOfFeatures) {
   for (size_t i = 0; i < kFeatures; ++i) {
     int rarest = together[i][i];
     for (size_t j = 0; j < kFeatures; ++j) {
+      if (NeverTogether(static_cast<Feature>(i), static_cast<Feature>(j))) {
+        continue;
+      }
       EXPECT_GE(together[i][j], 3)
           << ToString(static_cast<Feature>(i)) << " with "
           << ToString(static_cast<Feature>(j));

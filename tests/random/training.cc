@@ -17,6 +17,7 @@ struct Run {
   int rank = 0;
   int step = 0;
   bool boundary = false;
+  bool rounds = false;  // by hand, as a policy would
   std::vector<at::Tensor> escaped = {};
 };
 
@@ -78,25 +79,32 @@ class NodeImpl : public torch::nn::Module {
     }
   }
 
+  // A parameter in the dtype of activations.
+  static at::Tensor Value(const at::Tensor& parameter, const Run& run) {
+    return (run.rounds ? parameter.to(torch::kFloat) : parameter)
+        .to(torch::kDouble);
+  }
+
   at::Tensor forward(at::Tensor x, Run& run) {
     using Op = NodePlan::Op;
     for (const auto& step : plan_.steps) {
       switch (step.op) {
         case Op::kOwn:
-          x = x + torch::linear(torch::tanh(torch::linear(
-                                    x, up, bias.to(torch::kDouble))),
-                                down);
+          x = x + torch::linear(torch::tanh(torch::linear(x, Value(up, run),
+                                                          BiasValue(run))),
+                                Value(down, run));
           break;
         case Op::kOwnInPlace: {
-          at::Tensor hidden = torch::linear(x, up).unsqueeze(0);
-          hidden.squeeze(0).add_(bias);
+          at::Tensor hidden = torch::linear(x, Value(up, run)).unsqueeze(0);
+          hidden.squeeze(0).add_(BiasValue(run));
           hidden = hidden.squeeze(0).tanh_();
           x = x.clone();
-          x.view({-1}).add_(torch::linear(hidden, down).view({-1}));
+          x.view({-1}).add_(torch::linear(hidden, Value(down, run)).view({-1}));
           break;
         }
         case Op::kBranch:
-          x = x + 0.5 * torch::linear(x, run.rank % 2 == 0 ? left : right);
+          x = x + 0.5 * torch::linear(
+                            x, Value(run.rank % 2 == 0 ? left : right, run));
           break;
         case Op::kEscape:
           run.escaped.push_back(x);
@@ -108,11 +116,14 @@ class NodeImpl : public torch::nn::Module {
         case Op::kChildSometimes:
           if ((run.step + step.index) % 2 == 0) x = Call(step.index, x, run);
           break;
+        case Op::kChildByRank:
+          if ((run.rank + step.index) % 2 == 0) x = Call(step.index, x, run);
+          break;
         case Op::kChild:
           x = Call(step.index, x, run);
           break;
         case Op::kReadChild:
-          x = x * (1 + 0.1 * children[step.index]->up.mean());
+          x = x * (1 + 0.1 * Value(children[step.index]->up, run).mean());
           break;
       }
     }
@@ -127,6 +138,10 @@ class NodeImpl : public torch::nn::Module {
   }
 
   const NodePlan& plan() const { return plan_; }
+
+  at::Tensor BiasValue(const Run& run) const {
+    return plan_.ignored_bias ? bias.to(torch::kDouble) : Value(bias, run);
+  }
 
   at::Tensor up, down, bias, left, right;
   std::vector<SharedNode> children;
@@ -215,6 +230,36 @@ void Evaluate(const Program& program, NodeImpl& model, Run& run) {
 
 constexpr double kMaxNorm = 0.1;
 
+// Of the node and all below.
+std::vector<at::Tensor> Ignored(NodeImpl& model) {
+  std::vector<at::Tensor> ignored;
+  model.Walk([&](NodeImpl& node) {
+    if (node.plan().ignored_bias) ignored.push_back(node.bias);
+  });
+  return ignored;
+}
+
+// What sharding does for the other parameters: the mean over ranks, if any has
+// a gradient.
+void AverageGradients(const std::vector<at::Tensor>& parameters,
+                      RankContext& rank) {
+  for (at::Tensor parameter : parameters) {
+    at::Tensor& gradient = parameter.mutable_grad();
+    at::Tensor sum = torch::zeros({parameter.numel() + 1}, torch::kDouble);
+    if (gradient.defined()) {
+      sum[0] = 1;
+      sum.narrow(0, 1, parameter.numel()).copy_(gradient.flatten());
+    }
+    std::vector<at::Tensor> tensors{sum};
+    rank.group->allreduce(tensors)->wait();
+    if (sum[0].item<double>() == 0) continue;
+    gradient =
+        (sum.narrow(0, 1, parameter.numel()) / rank.world_size)
+            .view(parameter.sizes())
+            .to(parameter.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+  }
+}
+
 void ShardAll(const Program& program, const SharedNode& model,
               FullyShardOptions options) {
   for (size_t i = 0; i < model->children.size(); ++i) {
@@ -222,6 +267,7 @@ void ShardAll(const Program& program, const SharedNode& model,
   }
   const auto shard = [&](const SharedNode& node) {
     FullyShardOptions own = options;
+    own.ignored_params(Ignored(*node));
     if (node->plan().keep) own.reshard_after_forward(false);
     return own;
   };
@@ -229,7 +275,12 @@ void ShardAll(const Program& program, const SharedNode& model,
     const SharedNode& child = model->children[i];
     if (!child->plan().sharded) continue;
     if (child->plan().joined) {
-      fully_shard({child, model->children[i + 1]}, shard(child));
+      FullyShardOptions both = shard(child);
+      auto ignored = Ignored(*child);
+      const auto more = Ignored(*model->children[i + 1]);
+      ignored.insert(ignored.end(), more.begin(), more.end());
+      fully_shard({child, model->children[i + 1]},
+                  both.ignored_params(ignored));
     } else {
       fully_shard(child, shard(child));
     }
@@ -259,7 +310,8 @@ Weights TrainUnsharded(const Program& program) {
   for (int step = 0; step < kProgramSteps; ++step) {
     ToggleFreezing(*model, step);
     for (int rank = 0; rank < program.world_size; ++rank) {
-      Run run{.rank = rank, .step = step};
+      Run run{
+          .rank = rank, .step = step, .rounds = program.has(Feature::kMixed)};
       for (int micro = 0; micro < program.microbatches; ++micro) {
         const at::Tensor loss = MicrobatchLoss(program, *model, run, micro);
         if (loss.requires_grad()) (loss / program.world_size).backward();
@@ -281,11 +333,19 @@ Weights TrainUnsharded(const Program& program) {
 Weights TrainSharded(const Program& program, RankContext& rank) {
   const SharedNode model = MakeModel(program);
   FullyShardOptions options = program.options;
-  options.mesh(rank.group);
+  if (program.has(Feature::kReplicas)) {
+    const int64_t shards = rank.world_size == 4 ? 2 : 1;
+    options.mesh(init_device_mesh("cpu", {rank.world_size / shards, shards},
+                                  {"replicate", "shard"}, rank.group));
+  } else {
+    options.mesh(rank.group);
+  }
   if (program.has(Feature::kPlacements))
     options.shard_placement_fn(PlaceByName);
   ShardAll(program, model, options);
   if (program.root.keep) options.reshard_after_forward(false);
+  const auto ignored = Ignored(*model);
+  options.ignored_params(ignored);
   FSDPModule handle = fully_shard(model, options);
   handle.set_reshard_after_backward(!program.has(Feature::kHeld));
   handle.set_manual_backward_finalization(program.has(Feature::kManual));
@@ -302,6 +362,7 @@ Weights TrainSharded(const Program& program, RankContext& rank) {
       if (last && program.has(Feature::kManual)) handle.finalize_backward();
       if (program.has(Feature::kEval)) Evaluate(program, *model, run);
     }
+    AverageGradients(ignored, rank);
     if (program.has(Feature::kClip)) {
       clip_grad_norm_(UniqueParameters(*model), kMaxNorm);
     }
