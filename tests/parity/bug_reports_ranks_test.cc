@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <limits>
 #include <map>
 #include <memory>
@@ -61,22 +62,30 @@ TEST(BugReportTest, ReplicasOfOtherSeedsStartEqual) {
   });
 }
 
-// Equal within each replica, so only a look at both can tell.
+// Ranks that differ only from the other replica, only from their own, or both:
+// all ranks know, and go on together.
 TEST(BugReportTest, ReplicasThatDifferAreNamedWhereNothingSyncs) {
-  RunRanks(4, [](RankContext& rank) {
+  const std::vector<std::vector<int>> differing{{2, 3}, {1}, {3}, {1, 3}};
+  RunRanks(4, [&](RankContext& rank) {
     const auto mesh = Grid(rank, 2, 2);
-    Mlp model = RankContext::Seeded(1, [] { return Mlp(); });
-    if (rank.rank >= 2) {
-      const torch::NoGradGuard no_grad;
-      model->second->bias[3].add_(1e-3);
+    for (const auto& ranks : differing) {
+      Mlp model = RankContext::Seeded(1, [] { return Mlp(); });
+      const bool differs =
+          std::find(ranks.begin(), ranks.end(), rank.rank) != ranks.end();
+      if (differs) {
+        const torch::NoGradGuard no_grad;
+        model->second->bias[3].add_(1e-3);
+      }
+      ExpectThrows<c10::ValueError>(
+          [&] {
+            fully_shard(
+                model,
+                FullyShardOptions().mesh(mesh).sync_module_states(false));
+          },
+          {"ranks start with other values",
+           "'second.bias' (ranks " + c10::Join(", ", ranks) + ")"});
+      EXPECT_FALSE(IsShard(model->parameters()[0]));
     }
-    ExpectThrows<c10::ValueError>(
-        [&] {
-          fully_shard(model,
-                      FullyShardOptions().mesh(mesh).sync_module_states(false));
-        },
-        {"ranks start with other values", "'second.bias'"});
-    EXPECT_FALSE(IsShard(model->parameters()[0]));
   });
 }
 
