@@ -29,7 +29,7 @@ namespace composable {
 
 struct ParameterDescription {
   std::string fqn;
-  std::vector<int64_t> sizes;  // of the whole
+  std::vector<int64_t> sizes;                          // of the whole
   c10::ScalarType dtype = c10::ScalarType::Undefined;  // of the shard
   // Of what operators read, and of the reduction.
   c10::ScalarType gathered_dtype = c10::ScalarType::Undefined;

@@ -122,10 +122,7 @@ std::vector<at::Tensor> MakeEqual(GroupCommunicators& communicators,
   const std::string& module = modules.front()->name();
   if (!options.sync_module_states()) {
     if (!options.check_module_states()) return {};
-    CheckInitialValues(communicators.shard, group, buffers, module);
-    if (replicas != nullptr) {
-      CheckInitialValues(*replicas, group, buffers, module);
-    }
+    CheckInitialValues(communicators.shard, replicas, group, buffers, module);
     return {};
   }
   auto values = SyncInitialValues(communicators.shard, group, buffers, module);

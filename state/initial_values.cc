@@ -173,7 +173,8 @@ void BroadcastShards(Communicator& communicator, FSDPParamGroup& group,
   for (int i = 0; i < count; ++i) group.SetHasValues(i, values[i] != 0);
 }
 
-void CheckInitialValues(Communicator& communicator, const FSDPParamGroup* group,
+void CheckInitialValues(Communicator& shards, Communicator* replicas,
+                        const FSDPParamGroup* group,
                         const std::vector<NamedBuffer>& buffers,
                         const std::string& module) {
   const c10::InferenceMode normal_mode(false);
@@ -190,20 +191,27 @@ void CheckInitialValues(Communicator& communicator, const FSDPParamGroup* group,
     names.push_back(buffer.name);
     hashes.push_back(HashOf(buffer.tensor));
   }
-  if (communicator.size() == 1 || names.empty()) return;
+  const int world_size =
+      shards.size() * (replicas == nullptr ? 1 : replicas->size());
+  if (world_size == 1 || names.empty()) return;
   const auto count = static_cast<int64_t>(names.size());
-  const at::Tensor mine = at::empty({count}, c10::kLong);
-  std::copy(hashes.begin(), hashes.end(), mine.mutable_data_ptr<int64_t>());
-  const at::Tensor all = at::empty({count * communicator.size()}, c10::kLong);
-  communicator
-      .AllGather(all, mine,
-                 LabelOf("check_module_states", group, buffers, module))
-      ->Wait();
+  // Those of all ranks, in the order of the mesh, so that all decide alike.
+  at::Tensor all = at::empty({count}, c10::kLong);
+  std::copy(hashes.begin(), hashes.end(), all.mutable_data_ptr<int64_t>());
+  for (Communicator* communicator : {&shards, replicas}) {
+    if (communicator == nullptr || communicator->size() == 1) continue;
+    const at::Tensor mine = all;
+    all = at::empty({mine.numel() * communicator->size()}, c10::kLong);
+    communicator
+        ->AllGather(all, mine,
+                    LabelOf("check_module_states", group, buffers, module))
+        ->Wait();
+  }
   const auto* values = all.const_data_ptr<int64_t>();
   std::vector<std::string> different;
   for (int64_t i = 0; i < count; ++i) {
     std::vector<int> ranks;
-    for (int r = 1; r < communicator.size(); ++r) {
+    for (int r = 1; r < world_size; ++r) {
       if (values[r * count + i] != values[i]) ranks.push_back(r);
     }
     if (ranks.empty()) continue;

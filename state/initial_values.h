@@ -40,9 +40,11 @@ std::vector<at::Tensor> SyncInitialValues(
 void BroadcastShards(Communicator& communicator, FSDPParamGroup& group,
                      const std::string& module);
 
-// (collective over `communicator`) Throws c10::ValueError on all ranks, naming
-// the parameters and buffers and the ranks, where values differ from rank 0's.
-void CheckInitialValues(Communicator& communicator, const FSDPParamGroup* group,
+// (collective over both; `replicas` may be null) Throws c10::ValueError on all
+// ranks of the mesh, naming the parameters and buffers and the ranks, counted in
+// the mesh, where values differ from rank 0's.
+void CheckInitialValues(Communicator& shards, Communicator* replicas,
+                        const FSDPParamGroup* group,
                         const std::vector<NamedBuffer>& buffers,
                         const std::string& module);
 

@@ -19,6 +19,7 @@
 #include "hooks/meta_device.h"
 #include "hooks/missing_values.h"
 #include "hooks/root_pre_forward.h"
+#include "hooks/shard_data.h"
 #include "hooks/tree_report.h"
 #include "state/fsdp_state.h"
 #include "state/initial_values.h"
@@ -121,6 +122,12 @@ TEST(HeaderExamplesOfValues, Hold) {
   // example-end
   // example-begin hooks/tree_report.h
   composable::ReportTree(*context);
+  // example-end
+  const at::Tensor other =
+      torch::zeros(state->group()->params()[0].local_sizes(), torch::kDouble);
+  const int index = 0;
+  // example-begin hooks/shard_data.h
+  composable::GiveShardData(state, index, other);  // parameter `index`
   // example-end
   EXPECT_TRUE(state->group()->is_sharded());
 }

@@ -32,6 +32,8 @@ ROBUSTNESS = "//tests/composable:robustness_test"
 MESH = "//tests/parity:mesh_parity_test"
 GOLDEN = "//tests/parity:golden_traces_test"
 SCHEDULE = "//tests/parity:schedule_test"
+JOIN = "//tests/composable:join_test"
+PRECISION = "//tests/composable:precision_test"
 
 MUTANTS = [
     Mutant("row-boundary-off-by-one", "state/shard_layout.cc",
@@ -158,8 +160,8 @@ MUTANTS = [
            "CutOffTest.NamesTheParameterAndTheFix/RegisteredAfterwards",
            "Parameters registered after fully_shard are not noticed."),
     Mutant("clone-not-tagged", "hooks/guard.cc",
-           "internal::AddGuard(result);",
-           "(void)result;",
+           "if (Name() == \"aten::clone\") internal::AddGuard(result);",
+           "",
            INTERFACE, "separation_test.cc",
            "CutOffTest.NamesTheParameterAndTheFix/UseOfACloneWithoutGrad",
            "A clone of a sharded module computes with this rank's rows."),
@@ -246,4 +248,16 @@ MUTANTS = [
            SCHEDULE, "schedule_test.cc",
            "LastBackwardTest.SticksToTheTreeWhicheverHandleItWasSetOn",
            "A backward that is not the last one reduces what others have kept."),
+
+    Mutant("calls-do-not-join", "hooks/join.cc",
+           "JoinEnd(context, JoinOp::kEndCall);",
+           "",
+           JOIN, "join_test.cc", "JoinTest.CallsOutsideOfPassesWhereRanksHoldDifferentGroups",
+           "A rank that has a group already goes on, while others wait for its shard."),
+
+    Mutant("conversion-loses-rows", "state/convert_params.cc",
+           "rows.copy_(param.sharded);",
+           "",
+           PRECISION, "dtype_change_test.cc", "ParityCastAfterInit.ToFloat64AfterInit",
+           "After a change of the dtype the shards are zero."),
 ]
