@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "hooks/alone.h"
+#include "hooks/finalize_backward.h"
 #include "hooks/root_pre_forward.h"
 #include "hooks/unshard.h"
 
@@ -39,6 +40,7 @@ HeldGroup::HeldGroup(std::shared_ptr<FSDPState> state, bool writeback,
   const std::lock_guard<std::recursive_mutex> lock(context_->mutex);
   try {
     CheckBetweenPasses(*context_, *state_, api);
+    if (writeback) CheckMayWriteShards(*state_, api);
   } catch (...) {
     state_.reset();
     throw;
@@ -119,7 +121,11 @@ HeldGroup HoldForInit(const std::shared_ptr<FSDPState>& state,
       std::any_of(group.params().begin(), group.params().end(),
                   [](const FSDPParam& param) { return param.has_values; });
   const ShardedState before = group.sharded_state();
-  if (any_values) {
+  if (group.is_cast()) {
+    group.UnshardOriginal(context.pool);
+    context.AccountIssued(*state, before);
+    context.AccountWaited();
+  } else if (any_values) {
     group.IssueUnshard(context.pool);
     context.AccountIssued(*state, before);
     FSDPState* needed = state.get();

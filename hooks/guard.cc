@@ -163,6 +163,7 @@ class Touches {
                       "', which must stay in its group's memory. Copy into the "
                       "shard with copy_.");
     const auto lock = state.LockTree();
+    if (lock.owns_lock()) CheckMayWriteShards(state, Name());
     const at::Tensor data = torch::jit::pop(*stack).toTensor();
     state.group()->SetShardData(param, data);
     return true;

@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "hooks/finalize_backward.h"
 #include "hooks/guard.h"
 #include "hooks/root_pre_forward.h"
 #include "state/allow_shard_math.h"
@@ -72,6 +73,7 @@ class TensorCalls final : public internal::ForwardingVariableHooks {
         "would be lost. Call it on the entry of module->parameters(), or load "
         "whole values with composable::load_full_state_dict.");
     const auto lock = known.state->LockTree();
+    if (lock.owns_lock()) CheckMayWriteShards(*known.state, "set_data");
     known.state->group()->SetShardData(known.index(), at::Tensor(data));
   }
 

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "collectives/hash.h"
+#include "state/payload_pieces.h"
 #include "state/shard_gradient.h"
 #include "state/storage_registry.h"
 #include "state/tensor_access.h"
@@ -36,6 +37,13 @@ std::string MemberGradientMessage(const std::string& fqn) {
          "\"].grad(). If an optimizer asked, it was built from members or "
          "before fully_shard: build it afterwards from module->parameters(), "
          "or move it with composable::rebind(optimizer, module).";
+}
+
+// Whether a tensor beside `whole` would see its memory. A parameter that is a
+// view, such as one transposed, has a base of its own beside it.
+bool SharesMemory(const at::Tensor& whole) {
+  const bool own_base = whole.is_view() && whole._base().use_count() == 1;
+  return whole.storage().use_count() > (own_base ? 2U : 1U);
 }
 
 }  // namespace
@@ -212,7 +220,7 @@ void FSDPParamGroup::TakeOver() {
   for (size_t i = 0; i < params_.size(); ++i) {
     FSDPParam& param = params_[i];
     const at::Tensor whole = param.unsharded();
-    if (whole.storage().use_count() > 1) {
+    if (SharesMemory(whole)) {
       TORCH_WARN("fully_shard: parameter '", param.fqn,
                  "' shares its memory with another tensor, such as a view "
                  "taken before: that memory stays, and later changes of the "
@@ -352,18 +360,32 @@ void FSDPParamGroup::GatherForOthers(BufferPool& pool) {
   finish();
 }
 
+size_t FSDPParamGroup::WholeSize(const Segment& segment) const {
+  if (!original_) return segment.whole_bytes;
+  return segment.whole_bytes / c10::elementSize(segment.gathered) *
+         c10::elementSize(segment.dtype);
+}
+
 at::Tensor FSDPParamGroup::WholeBytes(const Segment& segment) const {
-  const auto bytes = static_cast<int64_t>(segment.whole_bytes);
+  size_t offset = segment.buffer_offset;
+  if (original_) {
+    offset = 0;
+    for (const Segment* s = segments_.data(); s != &segment; ++s) {
+      offset += RoundUp(WholeSize(*s));
+    }
+  }
+  const auto bytes = static_cast<int64_t>(WholeSize(segment));
   return internal::MakeTensor(
-      internal::BorrowMemory(
-          static_cast<char*>(buffer_.data()) + segment.buffer_offset, bytes),
+      internal::BorrowMemory(static_cast<char*>(buffer_.data()) + offset,
+                             bytes),
       c10::kByte, {bytes}, {1}, 0);
 }
 
 at::Tensor FSDPParamGroup::GatheredValue(const FSDPParam& param) const {
   TORCH_INTERNAL_ASSERT(sharded_state_ == ShardedState::kUnsharded);
-  return param.WholeIn(
-      internal::StorageOf(WholeBytes(segments_[param.segment()])));
+  const Segment& segment = segments_[param.segment()];
+  return param.WholeIn(internal::StorageOf(WholeBytes(segment)),
+                       original_ ? segment.dtype : segment.gathered);
 }
 
 bool FSDPParamGroup::is_cast() const {
@@ -455,7 +477,8 @@ void FSDPParamGroup::FreeWhole(BufferPool& pool) {
       internal::DropData(*storage);
     }
   }
-  if (!keep_buffer_) buffer_.Release(pool);
+  if (!keep_buffer_ || original_) buffer_.Release(pool);
+  if (original_) SetOriginal(false);
 }
 
 void FSDPParamGroup::ReleaseKeptBuffer(BufferPool& pool) {
@@ -471,6 +494,70 @@ void FSDPParamGroup::UnshardWithoutGather(BufferPool& pool) {
   dirty_ = false;
   sharded_state_ = ShardedState::kUnsharding;
   WaitUnshard(pool);
+}
+
+void FSDPParamGroup::SetOriginal(bool original) {
+  original_ = original;
+  for (const auto& segment : segments_) {
+    const auto storage = segment.storage.lock();
+    if (!segment.is_cast() || !storage) continue;
+    storage->set_nbytes(WholeSize(segment));
+    for (const int i : segment.params) {
+      const at::Tensor whole = params_[i].unsharded();
+      if (!whole.defined()) continue;
+      internal::SetBody(
+          whole, params_[i].WholeIn(
+                     storage, original ? segment.dtype : segment.gathered));
+      internal::AddGuard(whole);
+    }
+  }
+}
+
+void FSDPParamGroup::UnshardOriginal(BufferPool& pool) {
+  TORCH_INTERNAL_ASSERT(is_sharded());
+  const c10::InferenceMode normal_mode(false);
+  const at::NoGradGuard no_grad;
+  buffer_.Release(pool);  // it may be kept, and of another size
+  SetOriginal(true);
+  size_t bytes = 0;
+  for (const auto& segment : segments_) bytes += RoundUp(WholeSize(segment));
+  sharded_state_ = ShardedState::kUnsharding;
+  dirty_ = false;
+  try {
+    buffer_.Acquire(bytes, pool, /*custom=*/nullptr);
+    sharded_state_ = ShardedState::kUnsharded;
+    for (const auto& segment : segments_) {
+      if (const auto storage = segment.storage.lock()) {
+        internal::SetData(*storage, WholeBytes(segment).mutable_data_ptr());
+      }
+      const bool any_values =
+          std::any_of(segment.params.begin(), segment.params.end(),
+                      [&](int i) { return params_[i].has_values; });
+      if (any_values) GatherOriginal(segment);
+    }
+  } catch (...) {
+    Reshard(pool);
+    throw;
+  }
+}
+
+void FSDPParamGroup::GatherOriginal(const Segment& segment) {
+  if (segment.staged == nullptr) {
+    communicator_
+        .AllGather(WholeBytes(segment), ShardBytes(segment), segment.label)
+        ->Wait();
+    return;
+  }
+  const at::Tensor flat =
+      at::empty({segment.layout.unsharded_numel()}, segment.dtype);
+  communicator_
+      .AllGather(flat.view(c10::kByte), ShardBytes(segment), segment.label)
+      ->Wait();
+  const int64_t shard_numel = segment.layout.shard_numel();
+  for (const int i : segment.params) {
+    GatheredValue(params_[i])
+        .copy_(WholeOfPayload(params_[i], {shard_numel, shard_numel}, flat));
+  }
 }
 
 void FSDPParamGroup::CopyIntoGathered(const FSDPParam& param,
@@ -533,22 +620,41 @@ void FSDPParamGroup::ScatterWhole() {
   const at::NoGradGuard no_grad;
   AllocateShards();
   for (const auto& segment : segments_) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !segment.is_cast(), "Parameter '", params_[segment.params.front()].fqn,
-        "' is gathered in ", segment.gathered,
-        ", in which its initial values would be rounded. Initialise a plain "
-        "module on rank 0 and load it with composable::load_full_state_dict, "
-        "or materialize it without param_dtype.");
-    at::Tensor whole = WholeBytes(segment);
+    TORCH_INTERNAL_ASSERT(original_ || !segment.is_cast());
     if (segment.staged != nullptr) {
-      const at::Tensor flat =
-          at::zeros({segment.layout.unsharded_numel()}, segment.dtype);
-      for (const int i : segment.params) {
-        CopyIntoGathered(params_[i], GatheredValue(params_[i]), flat);
-      }
-      whole = flat.view(c10::kByte);
+      ScatterChunks(segment);
+    } else {
+      communicator_.Scatter(ShardBytes(segment), WholeBytes(segment),
+                            segment.label);
     }
-    communicator_.Scatter(ShardBytes(segment), whole, segment.label);
+  }
+}
+
+// A parameter at a time, so that what is staged is no more than that.
+void FSDPParamGroup::ScatterChunks(const Segment& segment) {
+  const auto size = static_cast<int64_t>(communicator_.size());
+  for (const int i : segment.params) {
+    const FSDPParam& param = params_[i];
+    const Chunks& chunks = *param.chunks();
+    int64_t longest = 0;
+    for (int64_t r = 0; r < size; ++r) {
+      longest = std::max(longest, chunks.numel_of(r));
+    }
+    if (longest == 0) continue;
+    const at::Tensor mine = at::empty({longest}, segment.dtype);
+    at::Tensor all;
+    if (communicator_.rank() == 0) {
+      all = at::zeros({size * longest}, segment.dtype);
+      Chunks::Views views;
+      chunks.AppendViews(GatheredValue(param), all, /*offset=*/0, longest,
+                         views);
+      at::_foreach_copy_(views.chunks, views.wholes);
+    }
+    communicator_.Scatter(mine, all, segment.label);
+    const at::Tensor rows = param.RowsIn(segment.flat_shard);
+    if (rows.numel() == 0) continue;
+    rows.copy_(internal::MakeTensor(internal::StorageOf(mine), segment.dtype,
+                                    rows.sizes(), rows.strides(), 0));
   }
 }
 
