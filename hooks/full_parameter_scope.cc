@@ -121,20 +121,13 @@ HeldGroup HoldForInit(const std::shared_ptr<FSDPState>& state,
       std::any_of(group.params().begin(), group.params().end(),
                   [](const FSDPParam& param) { return param.has_values; });
   const ShardedState before = group.sharded_state();
-  if (group.is_cast()) {
+  if (any_values || group.is_cast()) {
     group.UnshardOriginal(context.pool);
-    context.AccountIssued(*state, before);
-    context.AccountWaited();
-  } else if (any_values) {
-    group.IssueUnshard(context.pool);
-    context.AccountIssued(*state, before);
-    FSDPState* needed = state.get();
-    WaitUnshard(context, {&needed, 1});
   } else {
     group.UnshardWithoutGather(context.pool);
-    context.AccountIssued(*state, before);
-    context.AccountWaited();
   }
+  context.AccountIssued(*state, before);
+  context.AccountWaited();
   for (const auto& param : group.params()) {
     if (!param.has_values) FillUnwritten(group.GatheredValue(param));
   }

@@ -13,7 +13,6 @@
 #include <utility>
 
 #include "collectives/hash.h"
-#include "state/payload_pieces.h"
 #include "state/shard_gradient.h"
 #include "state/storage_registry.h"
 #include "state/tensor_access.h"
@@ -37,6 +36,14 @@ std::string MemberGradientMessage(const std::string& fqn) {
          "\"].grad(). If an optimizer asked, it was built from members or "
          "before fully_shard: build it afterwards from module->parameters(), "
          "or move it with composable::rebind(optimizer, module).";
+}
+
+int64_t LongestChunk(const Chunks& chunks, int64_t ranks) {
+  int64_t longest = 0;
+  for (int64_t r = 0; r < ranks; ++r) {
+    longest = std::max(longest, chunks.numel_of(r));
+  }
+  return longest;
 }
 
 // Whether a tensor beside `whole` would see its memory. A parameter that is a
@@ -541,22 +548,49 @@ void FSDPParamGroup::UnshardOriginal(BufferPool& pool) {
   }
 }
 
+// In pieces, because Gloo's all-gather makes a copy of its output.
 void FSDPParamGroup::GatherOriginal(const Segment& segment) {
+  constexpr int64_t kPieces = 32;
+  constexpr int64_t kSmallestPiece = 4096;  // bytes
+  const auto ranks = static_cast<int64_t>(communicator_.size());
   if (segment.staged == nullptr) {
-    communicator_
-        .AllGather(WholeBytes(segment), ShardBytes(segment), segment.label)
-        ->Wait();
+    const at::Tensor shard = ShardBytes(segment);
+    const at::Tensor whole = WholeBytes(segment).view({ranks, -1});
+    const int64_t most =
+        std::max(kSmallestPiece, (shard.numel() + kPieces - 1) / kPieces);
+    for (int64_t at = 0; at < shard.numel(); at += most) {
+      const int64_t bytes = std::min(most, shard.numel() - at);
+      const at::Tensor piece = at::empty({ranks, bytes}, c10::kByte);
+      communicator_
+          .AllGather(piece.view({-1}), shard.narrow(0, at, bytes),
+                     segment.label)
+          ->Wait();
+      whole.narrow(1, at, bytes).copy_(piece);
+    }
     return;
   }
-  const at::Tensor flat =
-      at::empty({segment.layout.unsharded_numel()}, segment.dtype);
-  communicator_
-      .AllGather(flat.view(c10::kByte), ShardBytes(segment), segment.label)
-      ->Wait();
-  const int64_t shard_numel = segment.layout.shard_numel();
   for (const int i : segment.params) {
-    GatheredValue(params_[i])
-        .copy_(WholeOfPayload(params_[i], {shard_numel, shard_numel}, flat));
+    const FSDPParam& param = params_[i];
+    const at::Tensor whole = GatheredValue(param);
+    const at::Tensor rows = param.RowsIn(segment.flat_shard);
+    if (param.placement.kind == Placement::Kind::kReplicate) {
+      whole.copy_(rows);
+      continue;
+    }
+    const Chunks& chunks = *param.chunks();
+    const int64_t longest = LongestChunk(chunks, ranks);
+    if (longest == 0) continue;
+    const at::Tensor mine = at::zeros({longest}, segment.dtype);
+    internal::MakeTensor(internal::StorageOf(mine), segment.dtype, rows.sizes(),
+                         rows.strides(), 0)
+        .copy_(rows);
+    const at::Tensor all = at::empty({ranks * longest}, segment.dtype);
+    communicator_
+        .AllGather(all.view(c10::kByte), mine.view(c10::kByte), segment.label)
+        ->Wait();
+    Chunks::Views views;
+    chunks.AppendViews(whole, all, /*offset=*/0, longest, views);
+    at::_foreach_copy_(views.wholes, views.chunks);
   }
 }
 
@@ -621,7 +655,7 @@ void FSDPParamGroup::ScatterWhole() {
   AllocateShards();
   for (const auto& segment : segments_) {
     TORCH_INTERNAL_ASSERT(original_ || !segment.is_cast());
-    if (segment.staged != nullptr) {
+    if (segment.staged != nullptr || segment.kind == SegmentKind::kReplicated) {
       ScatterChunks(segment);
     } else {
       communicator_.Scatter(ShardBytes(segment), WholeBytes(segment),
@@ -635,11 +669,16 @@ void FSDPParamGroup::ScatterChunks(const Segment& segment) {
   const auto size = static_cast<int64_t>(communicator_.size());
   for (const int i : segment.params) {
     const FSDPParam& param = params_[i];
-    const Chunks& chunks = *param.chunks();
-    int64_t longest = 0;
-    for (int64_t r = 0; r < size; ++r) {
-      longest = std::max(longest, chunks.numel_of(r));
+    if (param.placement.kind == Placement::Kind::kReplicate) {
+      const at::Tensor copy = param.RowsIn(segment.flat_shard);
+      if (communicator_.rank() == 0) copy.copy_(GatheredValue(param));
+      communicator_.Broadcast(
+          segment.flat_shard.narrow(0, param.local_offset(), param.numel()),
+          segment.label);
+      continue;
     }
+    const Chunks& chunks = *param.chunks();
+    const int64_t longest = LongestChunk(chunks, size);
     if (longest == 0) continue;
     const at::Tensor mine = at::empty({longest}, segment.dtype);
     at::Tensor all;
