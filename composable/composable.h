@@ -36,3 +36,4 @@
 #include "composable/tensor_members.h"
 #include "state/allow_shard_math.h"
 #include "state/mixed_precision_policy.h"
+#include "state/offload_policy.h"

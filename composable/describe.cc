@@ -52,6 +52,7 @@ GroupDescription Describe(const FSDPState& state) {
   }
   result.reshard_after_forward = state.reshard_after_forward;
   result.requires_gradient_sync = state.requires_gradient_sync;
+  result.offload_policy = state.options().offload_policy().text();
   FSDPParamGroup* group = state.group();
   if (group == nullptr) return result;
   result.rank = group->communicator().rank();
@@ -159,6 +160,10 @@ std::string to_string(const Description& description) {
       if (!group.requires_gradient_sync) {
         absl::StrAppend(&text, "    no gradient sync, ",
                         group.pending_gradient_bytes, " bytes pending\n");
+      }
+      if (group.offload_policy != "none") {
+        absl::StrAppend(&text, "    offload_policy: ", group.offload_policy,
+                        "\n");
       }
       for (const auto& param : group.parameters) {
         absl::StrAppend(&text, "    '", param.fqn, "' ", Sizes(param.sizes),

@@ -50,6 +50,7 @@ struct GroupDescription {
   std::string sharded_state;  // "sharded", "unsharding" or "unsharded"
   bool reshard_after_forward = true;
   bool requires_gradient_sync = true;
+  std::string offload_policy;  // "none", "cpu" or "cpu, pin_memory"
   int64_t sharded_bytes = 0;
   int64_t unsharded_bytes = 0;
   int64_t pending_gradient_bytes = 0;

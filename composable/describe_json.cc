@@ -33,6 +33,7 @@ Json ToJson(const GroupDescription& group) {
           {"sharded_state", group.sharded_state},
           {"reshard_after_forward", group.reshard_after_forward},
           {"requires_gradient_sync", group.requires_gradient_sync},
+          {"offload_policy", group.offload_policy},
           {"sharded_bytes", group.sharded_bytes},
           {"unsharded_bytes", group.unsharded_bytes},
           {"pending_gradient_bytes", group.pending_gradient_bytes},

@@ -18,6 +18,7 @@
 #include "state/group_communicators.h"
 #include "state/initial_values.h"
 #include "state/managed_params.h"
+#include "state/offload_policy.h"
 
 namespace composable {
 namespace {
@@ -146,6 +147,7 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
                     "got ",
                     options.limit_all_gathers(), ".");
   CheckMesh(options.mesh());
+  CheckOffloadPolicy(options.offload_policy(), options.mesh());
   ManagedParams managed =
       CollectManagedParams(modules, kFullyShardApi, options.ignored_params());
   const auto buffers = BuffersOf(modules);
@@ -174,7 +176,11 @@ std::shared_ptr<FSDPState> Shard(const Modules& modules,
   resolved.ignored_params({});
   auto state = std::make_shared<FSDPState>(modules, resolved, std::move(group));
   state->ignored = std::make_unique<IgnoredParams>(options.ignored_params());
-  state->undo = [tied = managed.tied] { UntieFromShards(tied); };
+  state->undo = [tied = managed.tied,
+                 buffers_back = BuffersBack(buffers, synced)] {
+    UntieFromShards(tied);
+    buffers_back();
+  };
   if (state->group() != nullptr) {
     state->group()->Attach(state, GradientSinkFactory(state));
   }

@@ -63,7 +63,7 @@ class FullyShard {
   // (collective) Throws c10::ValueError if it was applied to the module before, for
   // parameters that can't be sharded (see state/managed_params.h) and for
   // options out of range; c10::NotImplementedError for a parameter that is not
-  // on the CPU.
+  // on the CPU, and for CPUOffloadPolicy on a mesh of CUDA devices.
   FSDPModule operator()(const ModuleRef& module,
                         const FullyShardOptions& options = {}) const;
   // One group of all these modules' parameters.

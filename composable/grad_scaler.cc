@@ -121,16 +121,23 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard unguarded(internal::kGuardKey);
   std::vector<at::Tensor> gradients;
-  std::vector<std::shared_ptr<FSDPState>> owners;  // one for each communicator
+  std::vector<std::shared_ptr<FSDPState>> owners;  // of `communicators`
+  std::vector<Communicator*> communicators;        // one per mesh dimension
+  const auto add = [&](Communicator* communicator) {
+    const bool is_new = communicator != nullptr &&
+                        std::none_of(communicators.begin(), communicators.end(),
+                                     [&](const Communicator* other) {
+                                       return *other == *communicator;
+                                     });
+    if (is_new) communicators.push_back(communicator);
+    return is_new;
+  };
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
       if (auto state = SharedBy(parameter)) {
-        const auto& communicator = state->group()->communicator();
-        const bool is_new =
-            std::none_of(owners.begin(), owners.end(), [&](const auto& other) {
-              return other->group()->communicator() == communicator;
-            });
-        if (is_new) owners.push_back(std::move(state));
+        const bool shards = add(&state->group()->communicator());
+        const bool replicas = add(state->group()->replicate_communicator());
+        if (shards || replicas) owners.push_back(std::move(state));
       }
       const at::Tensor& gradient = parameter.grad();
       if (!gradient.defined() || gradient.numel() == 0) continue;
@@ -142,12 +149,11 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     }
   }
   bool found_inf = Unscale(gradients, state_.scale);
-  for (const auto& owner : owners) {
+  for (Communicator* communicator : communicators) {
     const at::Tensor found =
         at::full({1}, found_inf ? 1.0F : 0.0F, at::TensorOptions(c10::kFloat));
-    owner->group()->communicator().AllReduce(
-        found, Communicator::Reduction::kMax,
-        MakeCollectiveLabel("GradScaler::unscale_"));
+    communicator->AllReduce(found, Communicator::Reduction::kMax,
+                            MakeCollectiveLabel("GradScaler::unscale_"));
     found_inf = found.item<float>() != 0;
   }
   mine.unscaled = true;

@@ -11,10 +11,11 @@
 //     optimizer.zero_grad();
 //   }
 //
-// Whether a gradient is inf or NaN is decided over all ranks, so all of them
-// skip a step and change their scale alike, also where only one rank's rows are
+// Whether a gradient is inf or NaN is decided over all ranks of the meshes of the
+// optimizer's shards, replicas included, so all of them skip a step and change their scale alike, also where only one rank's rows are
 // not finite, or a rank has no gradients. Every rank must make the same calls,
-// with optimizers of the same parameters.
+// with optimizers of the same parameters. An optimizer that holds no shard decides
+// on each rank alone.
 //
 // Thread-compatible.
 #pragma once

@@ -15,8 +15,14 @@ GradientSyncGuard::GradientSyncGuard(const ModuleRef& module,
     const auto state = FindFSDPState(*child);
     if (state == nullptr) continue;
     const auto lock = state->LockTree();
-    before_.emplace_back(state, state->requires_gradient_sync);
+    GradientReduction* reduction = state->reduction();
+    before_.push_back(
+        {state, state->requires_gradient_sync,
+         reduction == nullptr || reduction->settings().requires_all_reduce});
     state->requires_gradient_sync = requires_sync;
+    if (reduction != nullptr) {
+      reduction->settings().requires_all_reduce = requires_sync;
+    }
   }
   TORCH_CHECK_VALUE(!before_.empty(), "GradientSyncGuard: expected a module ",
                     "with sharded modules in it, got ", module->name(),
@@ -26,10 +32,13 @@ GradientSyncGuard::GradientSyncGuard(const ModuleRef& module,
 GradientSyncGuard::~GradientSyncGuard() {
   // A state of several modules is there several times: the first entry counts.
   for (auto it = before_.rbegin(); it != before_.rend(); ++it) {
-    const auto state = it->first.lock();
+    const auto state = it->state.lock();
     if (state == nullptr) continue;
     const auto lock = state->LockTree();
-    state->requires_gradient_sync = it->second;
+    state->requires_gradient_sync = it->gradient_sync;
+    if (GradientReduction* reduction = state->reduction()) {
+      reduction->settings().requires_all_reduce = it->all_reduce;
+    }
   }
 }
 

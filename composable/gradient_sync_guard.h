@@ -6,12 +6,11 @@
 //   }
 //   model->loss(second).backward();     // those of both are reduced
 //
-// Each group gets back what it had before, also when an exception leaves the
-// scope.
+// As set_requires_gradient_sync it sets requires_all_reduce too. Each group gets
+// back what it had of both, also when an exception leaves the scope.
 #pragma once
 
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "composable/module_ref.h"
@@ -30,7 +29,12 @@ class GradientSyncGuard {
   GradientSyncGuard& operator=(const GradientSyncGuard&) = delete;
 
  private:
-  std::vector<std::pair<std::weak_ptr<FSDPState>, bool>> before_;
+  struct Before {
+    std::weak_ptr<FSDPState> state;
+    bool gradient_sync = true;
+    bool all_reduce = true;
+  };
+  std::vector<Before> before_;
 };
 
 }  // namespace composable

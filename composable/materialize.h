@@ -37,7 +37,13 @@ namespace composable {
 // unsharded model. (Where a group was sharded with sync_module_states(false)
 // each rank keeps its own rows of what it has drawn itself.)
 //
-// One group is whole at a time. A group whose modules are not next to each
+// Where parameters are gathered in another dtype (MixedPrecisionPolicy), the
+// members are in that of their shards while `init_fn` runs, so no value is
+// rounded.
+//
+// One group is whole at a time, in the dtype of its shards: the peak above the
+// shards is the largest group, and over several ranks up to another one.
+// A group whose modules are not next to each
 // other, as those of a root before and after the blocks, is gathered again.
 //
 // Throws c10::ValueError that lists the parameters and buffers that `init_fn`

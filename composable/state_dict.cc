@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_join.h"
 #include "hooks/alone.h"
+#include "hooks/finalize_backward.h"
 #include "hooks/join.h"
 #include "hooks/root_pre_forward.h"
 #include "hooks/unshard.h"
@@ -145,6 +146,13 @@ void load_full_state_dict(const ModuleRef& module, const StateDict& state_dict,
         "scope, "
         "which would replace '",
         item.fqn, "' at its end. Close the scope first.");
+  }
+  for (const auto& item : items) {
+    if (item.state == nullptr || !state_dict.contains(item.fqn)) continue;
+    const auto lock = item.state->LockTree();
+    if (lock.owns_lock()) {
+      CheckMayWriteShards(*item.state, "load_full_state_dict");
+    }
   }
   for (const auto& item : items) {
     const at::Tensor* value = state_dict.find(item.fqn);

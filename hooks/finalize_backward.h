@@ -8,7 +8,8 @@
 // A backward of the tree then reduces the groups that it reaches, if they sync,
 // and ends without waiting, reducing what was kept, or freeing what is left. Each
 // of these is done by the finalization. Forgotten, the gradients are not those of
-// the iteration: so an operator that writes a shard, as an optimizer's step does,
+// the iteration: so whatever writes a shard (an operator, as in an optimizer's
+// step, set_data, load_full_state_dict, a FullParameters scope with writeback)
 // throws between a backward and its finalization, and so does a forward, unless no
 // group has been reduced since (microbatches without sync).
 //

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "hooks/alone.h"
+#include "hooks/finalize_backward.h"
 #include "hooks/join.h"
 #include "hooks/root_pre_forward.h"
 #include "hooks/unshard.h"
@@ -36,6 +37,7 @@ HeldGroup::HeldGroup(std::shared_ptr<FSDPState> state, bool writeback,
   const std::lock_guard<std::recursive_mutex> lock(context_->mutex);
   try {
     CheckBetweenPasses(*context_, *state_, api);
+    if (writeback) CheckMayWriteShards(*state_, api);
   } catch (...) {
     state_.reset();
     throw;
@@ -117,16 +119,13 @@ HeldGroup HoldForInit(const std::shared_ptr<FSDPState>& state,
       std::any_of(group.params().begin(), group.params().end(),
                   [](const FSDPParam& param) { return param.has_values; });
   const ShardedState before = group.sharded_state();
-  if (any_values) {
-    group.IssueUnshard(context.pool);
-    context.AccountIssued(*state, before);
-    FSDPState* needed = state.get();
-    WaitUnshard(context, {&needed, 1});
+  if (any_values || group.is_cast()) {
+    group.UnshardOriginal(context.pool);
   } else {
     group.UnshardWithoutGather(context.pool);
-    context.AccountIssued(*state, before);
-    context.AccountWaited();
   }
+  context.AccountIssued(*state, before);
+  context.AccountWaited();
   for (const auto& param : group.params()) {
     if (!param.has_values) FillUnwritten(group.GatheredValue(param));
   }

@@ -70,7 +70,8 @@ std::vector<HeldGroup> HoldWhole(
 
 // (collective if some parameters of the group have values) Holds a group some
 // of whose parameters have no values yet: these are filled with kUnwritten
-// bytes. The caller writes back what it wants to keep.
+// bytes. Members are of the dtype of the shards meanwhile, whatever the gathered
+// one. The caller writes back what it wants to keep.
 HeldGroup HoldForInit(const std::shared_ptr<FSDPState>& state,
                       const std::string& api);
 

@@ -165,6 +165,10 @@ class Touches {
                       state.group()->params()[param].fqn,
                       "', which must stay in its group's memory. Copy into the "
                       "shard with copy_.");
+    {
+      const auto lock = state.LockTree();
+      if (lock.owns_lock()) CheckMayWriteShards(state, Name());
+    }
     const at::Tensor data = torch::jit::pop(*stack).toTensor();
     GiveShardData(given_memory_.state, param, data);
     return true;

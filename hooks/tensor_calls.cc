@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "hooks/finalize_backward.h"
 #include "hooks/guard.h"
 #include "hooks/root_pre_forward.h"
 #include "hooks/shard_data.h"
@@ -72,6 +73,10 @@ class TensorCalls final : public internal::ForwardingVariableHooks {
         "', which is a whole parameter and sharded: the values "
         "would be lost. Call it on the entry of module->parameters(), or load "
         "whole values with composable::load_full_state_dict.");
+    {
+      const auto lock = known.state->LockTree();
+      if (lock.owns_lock()) CheckMayWriteShards(*known.state, "set_data");
+    }
     GiveShardData(known.state, known.index(), at::Tensor(data));
   }
 

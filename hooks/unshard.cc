@@ -106,7 +106,7 @@ void IssueUnshard(FSDPStateContext& context, FSDPStates needed,
     FSDPParamGroup& group = *state->group();
     if (!group.is_sharded() && group.dirty()) Reshard(context, *state);
     if (!group.is_sharded()) continue;
-    if (state->uses_slot() || state->pinned) {
+    if (state->uses_slot() || (state->pinned && state->reshard_after_forward)) {
       MakeRoomForSlot(context, needed, order);
     }
     if (!state->pinned) WaitForRoomInFlight(context);

@@ -33,6 +33,13 @@ std::string MemberGradientMessage(const std::string& fqn) {
          "or move it with composable::rebind(optimizer, module).";
 }
 
+// Whether a tensor beside `whole` would see its memory. A parameter that is a
+// view, such as one transposed, has a base of its own beside it.
+bool SharesMemory(const at::Tensor& whole) {
+  const bool own_base = whole.is_view() && whole._base().use_count() == 1;
+  return whole.storage().use_count() > (own_base ? 2U : 1U);
+}
+
 }  // namespace
 
 size_t FSDPParamGroup::PaddedBytes(size_t bytes) {
@@ -228,7 +235,7 @@ void FSDPParamGroup::TakeOver() {
   for (size_t i = 0; i < params_.size(); ++i) {
     FSDPParam& param = params_[i];
     const at::Tensor whole = param.unsharded();
-    if (whole.storage().use_count() > 1) {
+    if (SharesMemory(whole)) {
       TORCH_WARN("fully_shard: parameter '", param.fqn,
                  "' shares its memory with another tensor, such as a view "
                  "taken before: that memory stays, and later changes of the "
@@ -370,17 +377,25 @@ void FSDPParamGroup::GatherForOthers(BufferPool& pool) {
 }
 
 at::Tensor FSDPParamGroup::WholeBytes(const Segment& segment) const {
-  const auto bytes = static_cast<int64_t>(segment.whole_bytes);
+  size_t offset = segment.buffer_offset;
+  if (original_) {
+    offset = 0;
+    for (const Segment* s = segments_.data(); s != &segment; ++s) {
+      offset += PaddedBytes(WholeSize(*s));
+    }
+  }
+  const auto bytes = static_cast<int64_t>(WholeSize(segment));
   return internal::MakeTensor(
-      internal::BorrowMemory(
-          static_cast<char*>(buffer_.data()) + segment.buffer_offset, bytes),
+      internal::BorrowMemory(static_cast<char*>(buffer_.data()) + offset,
+                             bytes),
       c10::kByte, {bytes}, {1}, 0);
 }
 
 at::Tensor FSDPParamGroup::GatheredValue(const FSDPParam& param) const {
   TORCH_INTERNAL_ASSERT(sharded_state_ == ShardedState::kUnsharded);
-  return param.WholeIn(
-      internal::StorageOf(WholeBytes(segments_[param.segment()])));
+  const Segment& segment = segments_[param.segment()];
+  return param.WholeIn(internal::StorageOf(WholeBytes(segment)),
+                       original_ ? segment.dtype : segment.gathered);
 }
 
 bool FSDPParamGroup::is_cast() const {
@@ -472,7 +487,8 @@ void FSDPParamGroup::FreeWhole(BufferPool& pool) {
       internal::DropData(*storage);
     }
   }
-  if (!keep_buffer_) buffer_.Release(pool);
+  if (!keep_buffer_ || original_) buffer_.Release(pool);
+  if (original_) SetOriginal(false);
 }
 
 void FSDPParamGroup::ReleaseKeptBuffer(BufferPool& pool) {
@@ -543,30 +559,6 @@ void FSDPParamGroup::WriteBack(int index) {
     internal::BumpVersion(whole);
   }
   shard.copy_(rows);
-}
-
-void FSDPParamGroup::ScatterWhole() {
-  const c10::InferenceMode normal_mode(false);
-  const at::NoGradGuard no_grad;
-  AllocateShards();
-  for (const auto& segment : segments_) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !segment.is_cast(), "Parameter '", params_[segment.params.front()].fqn,
-        "' is gathered in ", segment.gathered,
-        ", in which its initial values would be rounded. Initialise a plain "
-        "module on rank 0 and load it with composable::load_full_state_dict, "
-        "or materialize it without param_dtype.");
-    at::Tensor whole = WholeBytes(segment);
-    if (segment.staged != nullptr) {
-      const at::Tensor flat =
-          at::zeros({segment.layout.unsharded_numel()}, segment.dtype);
-      for (const int i : segment.params) {
-        CopyIntoGathered(params_[i], GatheredValue(params_[i]), flat);
-      }
-      whole = flat.view(c10::kByte);
-    }
-    communicator_.Scatter(ShardBytes(segment), whole, segment.label);
-  }
 }
 
 void FSDPParamGroup::MarkDirty(int param) {

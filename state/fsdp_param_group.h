@@ -140,6 +140,11 @@ class FSDPParamGroup {
   // kSharded -> kUnsharded, with memory of unspecified contents.
   void UnshardWithoutGather(BufferPool& pool);
 
+  // (collective if some parameters have values) kSharded -> kUnsharded, with
+  // whole parameters in the dtype of their shards, whatever the gathered one,
+  // until Reshard. What has no values is of unspecified contents.
+  void UnshardOriginal(BufferPool& pool);
+
   // Gives flat shards that have none memory, zeroed.
   void AllocateShards();
   // Whether parameter `index` has values. See Note [Parameters without values].
@@ -150,7 +155,8 @@ class FSDPParamGroup {
   // whole, which is not stale by that.
   void WriteBack(int index);
   // (collective) While kUnsharded: the flat shards become the parts of rank 0's
-  // whole parameters.
+  // whole parameters, which are in the dtype of the shards. Needs no memory but,
+  // for Shard(dim), Replicate() and extensions, that of one parameter.
   void ScatterWhole();
   // Copies `whole`, of the parameter's sizes, to its place in `gathered`, a flat
   // tensor of the size and dtype of its segment's gathered shards.
@@ -197,7 +203,8 @@ class FSDPParamGroup {
   void SetNames(const std::string& group_fqn);
 
   // The whole value of `param`, which is one of params(), while kUnsharded: a
-  // plain view of the gathered memory, in the gathered dtype.
+  // plain view of the gathered memory, in the gathered dtype or, after
+  // UnshardOriginal, that of the shard.
   at::Tensor GatheredValue(const FSDPParam& param) const;
   // Whether a segment is gathered in another dtype than its own.
   bool is_cast() const;
@@ -261,6 +268,13 @@ class FSDPParamGroup {
   at::Tensor WholeBytes(const Segment& segment) const;
   static at::Tensor ShardBytes(const Segment& segment);
   void FreeWhole(BufferPool& pool);
+  void GatherOriginal(const Segment& segment);
+  void ScatterChunks(const Segment& segment);
+  // Makes the whole parameters that exist, over their storages, of the dtype
+  // of the shards, or of the gathered one.
+  void SetOriginal(bool original);
+  // Of the whole parameters of a segment, as they are now.
+  size_t WholeSize(const Segment& segment) const;
   // Issues the gathers, into buffer_.
   void IssueGathers(BufferPool& pool, const std::shared_ptr<AllGather>& custom);
   // Casts the flat shard into this rank's part of `whole`, and returns that.
@@ -291,6 +305,7 @@ class FSDPParamGroup {
   size_t without_values_ = 0;  // parameters
   bool warned_of_alias_ = false;
   bool keeps_part_ = true;
+  bool original_ = false;   // since UnshardOriginal
   bool from_part_ = false;  // the gather in flight, by post_forward_
   bool keep_buffer_ = false;
   GatherBuffer buffer_;  // while not is_sharded(), or kept

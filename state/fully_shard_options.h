@@ -14,6 +14,7 @@
 #include "collectives/device_mesh.h"
 #include "state/all_gather_extension.h"
 #include "state/mixed_precision_policy.h"
+#include "state/offload_policy.h"
 #include "state/placement.h"
 #include "state/reshard_after_forward.h"
 
@@ -39,6 +40,8 @@ struct FullyShardOptions {
   TORCH_ARG(ReshardAfterForward, reshard_after_forward) = {};
   // In which dtypes parameters are gathered, used and reduced.
   TORCH_ARG(MixedPrecisionPolicy, mp_policy);
+  // CPUOffloadPolicy(): shards are kept on the CPU. No effect on a mesh of CPUs.
+  TORCH_ARG(OffloadPolicy, offload_policy);
   // Rank 0's parameters and buffers become those of all ranks. Costs a scatter
   // of the group and, where there are several ranks, one group's memory on rank
   // 0 while it runs. Parameters that rank 0 has on the meta device have no values

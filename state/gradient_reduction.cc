@@ -218,9 +218,7 @@ void GradientReduction::Keep(BufferPool& pool) {
   if (pending_.empty()) {
     pending_.resize(parts_.size());
     pending_has_gradient_.assign(has_gradient_.size(), false);
-    for (const auto& param : group_.params()) {
-      *param.gradient_watch = {.on = true};
-    }
+    UpdateWatches();
   }
   for (size_t k = 0; k < parts_.size(); ++k) {
     if (!parts_[k].payload.defined()) continue;
@@ -260,18 +258,16 @@ std::vector<at::Tensor> GradientReduction::Pending() {
 }
 
 void GradientReduction::DropCleared() {
-  if (pending_.empty()) return;
+  if (!keeps_any()) return;
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   bool dropped = false;
   for (size_t k = 0; k < parts_.size(); ++k) {
-    if (!pending_[k].defined()) continue;
-    const Part& part = parts_[k];
-    const PayloadShape shape{part.shard_numel, part.chunk_numel};
-    const auto& indices = group_.segments()[part.segment].params;
+    const bool pending = !pending_.empty() && pending_[k].defined();
+    if (!pending && !chain_.partial(k).defined()) continue;
+    const auto& indices = group_.segments()[parts_[k].segment].params;
     for (size_t p = 0; p < indices.size(); ++p) {
-      const int i = indices[p];
-      const FSDPParam& param = group_.params()[i];
+      const FSDPParam& param = group_.params()[indices[p]];
       const internal::GradientWatch watch = std::exchange(
           *param.gradient_watch, internal::GradientWatch{.on = true});
       const at::Tensor& gradient = internal::GradientOf(param.sharded);
@@ -286,19 +282,46 @@ void GradientReduction::DropCleared() {
           "does not reach those. Change gradients after a backward with "
           "gradient sync, or call synchronize_gradients() before; to drop them "
           "all, call zero_grad().");
-      ZeroInPayload(param, shape, pending_[k]);
-      pending_[k]
-          .view({-1, part.chunk_numel})
-          .select(1, part.shard_numel + static_cast<int64_t>(p))
-          .zero_();  // its flag
-      pending_has_gradient_[i] = false;
+      DropKept(k, p);
       dropped = true;
     }
   }
-  const auto& left = pending_has_gradient_;
-  if (dropped && std::find(left.begin(), left.end(), true) == left.end()) {
-    ClearPending();
+  if (dropped) ForgetEmpty();
+}
+
+void GradientReduction::DropKept(size_t k, size_t p) {
+  const Part& part = parts_[k];
+  const int i = group_.segments()[part.segment].params[p];
+  const FSDPParam& param = group_.params()[i];
+  const int64_t flag = part.shard_numel + static_cast<int64_t>(p);
+  if (!pending_.empty() && pending_[k].defined()) {
+    ZeroInPayload(param, {part.shard_numel, part.chunk_numel}, pending_[k]);
+    pending_[k].view({-1, part.chunk_numel}).select(1, flag).zero_();
+    pending_has_gradient_[i] = false;
   }
+  if (const at::Tensor partial = chain_.partial(k); partial.defined()) {
+    const at::Tensor rows = param.RowsIn(partial);
+    if (rows.numel() > 0) rows.zero_();
+    partial.select(0, flag).zero_();
+  }
+}
+
+void GradientReduction::ForgetEmpty() {
+  const auto& left = pending_has_gradient_;
+  if (std::find(left.begin(), left.end(), true) == left.end()) {
+    pending_.clear();
+    pending_has_gradient_.clear();
+  }
+  bool any_partial = false;
+  for (size_t k = 0; k < parts_.size(); ++k) {
+    const at::Tensor partial = chain_.partial(k);
+    if (!partial.defined()) continue;
+    const size_t flags = group_.segments()[parts_[k].segment].params.size();
+    any_partial |= HasValues(
+        partial.narrow(0, parts_[k].shard_numel, static_cast<int64_t>(flags)));
+  }
+  if (!any_partial) chain_.ClearPartial();
+  UpdateWatches();
 }
 
 size_t GradientReduction::pending_bytes() {
@@ -311,14 +334,21 @@ size_t GradientReduction::pending_bytes() {
 }
 
 void GradientReduction::ClearPending() {
-  ClearKept();
   chain_.ClearPartial();
+  ClearKept();
 }
 
 void GradientReduction::ClearKept() {
   pending_.clear();
   pending_has_gradient_.clear();
-  for (const auto& param : group_.params()) *param.gradient_watch = {};
+  UpdateWatches();
+}
+
+void GradientReduction::UpdateWatches() {
+  const bool on = keeps_any();
+  for (const auto& param : group_.params()) {
+    if (param.gradient_watch->on != on) *param.gradient_watch = {.on = on};
+  }
 }
 
 void GradientReduction::IssueParts(bool alone) {
@@ -376,6 +406,7 @@ void GradientReduction::Finish(BufferPool& pool) {
   FinishParts([this](FSDPParam& param, at::Tensor rows) {
     SetGradient(param, std::move(rows));
   });
+  UpdateWatches();
 }
 
 std::vector<at::Tensor> GradientReduction::ReduceNow(BufferPool& pool,

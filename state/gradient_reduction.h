@@ -33,7 +33,8 @@
 //
 // Note [zero_grad and pending gradients]
 // What is pending belongs to the gradient that the user sees in S.grad(), which
-// may be undefined meanwhile. So clearing S.grad(), by zero_grad() of the module
+// may be undefined meanwhile; so does what is not all-reduced yet, see Note
+// [Partial reductions]. So clearing S.grad(), by zero_grad() of the module
 // or the optimizer, with set_to_none or without, or by hand, drops what is
 // pending for that parameter, as it would without sharding. Gradients that were
 // changed in another way are an error, where the pending ones are next looked at:
@@ -117,6 +118,11 @@ class GradientReduction {
   void PackPart(Part& part, std::vector<at::Tensor>& gradients);
   void WriteFlags(const Part& part);
   void ClearKept();
+  // Watches the gradients of the shards exactly while something is kept.
+  void UpdateWatches();
+  // Drops what was kept of the gradient of a parameter, the `p`-th of part `k`.
+  void DropKept(size_t k, size_t p);
+  void ForgetEmpty();
   void ReleasePayload(BufferPool& pool);
   // The dtype that the gradient of `param` is left in.
   static c10::ScalarType GradientDtype(const Part& part,

@@ -238,4 +238,32 @@ void SetBuffers(const std::vector<NamedBuffer>& buffers,
   }
 }
 
+std::function<void()> BuffersBack(const std::vector<NamedBuffer>& buffers,
+                                  const std::vector<at::Tensor>& values) {
+  const at::NoGradGuard no_grad;
+  struct Saved {
+    at::Tensor buffer;
+    at::Tensor before;  // its values; on the meta device, its body
+  };
+  std::vector<Saved> saved;
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (!values[i].defined()) continue;
+    const at::Tensor& buffer = buffers[i].tensor;
+    const c10::InferenceMode mode(buffer.is_inference());
+    saved.push_back({buffer, buffer.is_meta() ? internal::BodyOf(buffer).data
+                                              : buffer.clone()});
+  }
+  return [saved = std::move(saved)] {
+    const at::NoGradGuard no_grad;
+    for (const auto& [buffer, before] : saved) {
+      if (before.is_meta()) {
+        internal::SetBody(buffer, before);
+        continue;
+      }
+      const c10::InferenceMode mode(buffer.is_inference());
+      buffer.copy_(before);
+    }
+  };
+}
+
 }  // namespace composable

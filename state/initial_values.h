@@ -15,6 +15,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -52,5 +53,10 @@ void CheckInitialValues(Communicator& shards, Communicator* replicas,
 // device get memory first.
 void SetBuffers(const std::vector<NamedBuffer>& buffers,
                 const std::vector<at::Tensor>& values);
+
+// Undoes SetBuffers of the same arguments: to be made before it. Holds copies of
+// the buffers.
+std::function<void()> BuffersBack(const std::vector<NamedBuffer>& buffers,
+                                  const std::vector<at::Tensor>& values);
 
 }  // namespace composable

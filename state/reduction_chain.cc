@@ -142,6 +142,10 @@ size_t ReductionChain::partial_bytes() const {
   return bytes;
 }
 
+at::Tensor ReductionChain::partial(size_t k) const {
+  return k < links_.size() ? links_[k].partial : at::Tensor();
+}
+
 void ReductionChain::ClearPartial() {
   for (Link& link : links_) link.partial.reset();
 }

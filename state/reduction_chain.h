@@ -59,6 +59,8 @@ class ReductionChain {
 
   bool has_partial() const { return partial_bytes() > 0; }
   size_t partial_bytes() const;
+  // Of input k: a rank's chunk, flags included; undefined if there is none.
+  at::Tensor partial(size_t k) const;
   void ClearPartial();
   // All-reduced bytes of the last Advance.
   size_t all_reduced_bytes() const { return all_reduced_bytes_; }

@@ -57,6 +57,17 @@ TEST(HeaderExamplesOfValues, FullParameters) {
   EXPECT_EQ(model->parameters()[0].const_data_ptr<float>()[0], 0);
 }
 
+TEST(HeaderExamplesOfValues, OffloadPolicy) {
+  const auto group = composable::init_process_group(
+      c10::make_intrusive<c10d::HashStore>(), 0, 1);
+  torch::nn::Linear block(3, 5);
+  // example-begin state/offload_policy.h
+  composable::fully_shard(block, composable::FullyShardOptions().offload_policy(
+                                     composable::CPUOffloadPolicy()));
+  // example-end
+  EXPECT_EQ(group->getSize(), 1);
+}
+
 TEST(HeaderExamplesOfValues, GradScaler) {
   const GPTConfig config = {.seq = 8, .layers = 1, .dim = 8, .heads = 2};
   GPT model(config);

@@ -257,34 +257,133 @@ TEST(MaterializeDetails, WithoutSyncEachRankKeepsItsOwnRows) {
   });
 }
 
-// Above the shards: one group, and where rank 0's values go to others another
-// one while they do.
+// Parameters that are gathered in another dtype have the unrounded values.
+class CastMaterializeTest
+    : public testing::TestWithParam<std::tuple<int, std::string>> {};
+
+INSTANTIATE_TEST_SUITE_P(
+    All, CastMaterializeTest,
+    testing::Combine(testing::Values(1, 2, 4),
+                     testing::Values("Ragged", "ShardOne", "Replicate",
+                                     "TwoDtypes", "Double")),
+    [](const auto& info) {
+      return std::get<1>(info.param) + std::to_string(std::get<0>(info.param));
+    });
+
+FullyShardOptions CastOptions(FullyShardOptions options,
+                              const std::string& kind) {
+  MixedPrecisionPolicy policy;
+  policy.param_dtype(kind == "Double" ? torch::kDouble : torch::kBFloat16);
+  if (kind == "TwoDtypes") {
+    policy.param_dtype_override_fn(
+        [](const std::string& fqn,
+           const Tensor& parameter) -> std::optional<c10::ScalarType> {
+          if (fqn.find("bias") == std::string::npos) return torch::kBFloat16;
+          return parameter.scalar_type();
+        });
+  }
+  if (kind == "ShardOne" || kind == "Replicate") {
+    options.shard_placement_fn(
+        [kind](const std::string& /*fqn*/,
+               const Tensor& parameter) -> std::optional<Placement> {
+          if (parameter.dim() < 2) return std::nullopt;
+          if (kind == "Replicate") return Replicate();
+          return composable::Shard(1);
+        });
+  }
+  return options.mp_policy(policy);
+}
+
+TEST_P(CastMaterializeTest, EqualsTheUnshardedInitialisation) {
+  const auto& [world_size, kind_] = GetParam();
+  RunRanks(world_size, [kind = kind_](RankContext& rank) {
+    Stack plain = MakePlain(5, 7);
+    Stack model = MakeOnMeta(5);
+    ShardStack(model, CastOptions(rank.options(), kind));
+    const auto dtype = model->in->weight.scalar_type();
+    EXPECT_NE(dtype, torch::kFloat);
+    Init init(7 + rank.rank);
+    materialize(model, [&](Module& module) {
+      if (auto* linear = module.as<Linear>()) {
+        EXPECT_EQ(linear->weight.scalar_type(), torch::kFloat);
+      }
+      init(module);
+    });
+    ExpectParameters(*model, *plain);
+    ExpectBuffers(*model, *plain);
+    EXPECT_EQ(model->in->weight.scalar_type(), dtype);
+    EXPECT_EQ(fsdp_stats(model).unsharded_param_bytes, 0);
+    // Gathered as ever.
+    const Tensor gathered = model->in->weight.clone();
+    EXPECT_EQ(gathered.scalar_type(), dtype);
+    EXPECT_TRUE(torch::equal(gathered, plain->in->weight.to(dtype)));
+  });
+}
+
+// What the first call has written is gathered unrounded for the second.
+TEST_P(CastMaterializeTest, InTwoCalls) {
+  const auto& [world_size, kind_] = GetParam();
+  RunRanks(world_size, [kind = kind_](RankContext& rank) {
+    Linear plain(5, 5);
+    Linear model = [] {
+      const MetaDevice meta;
+      return Linear(5, 5);
+    }();
+    fully_shard(model, CastOptions(rank.options(), kind));
+    const Tensor weight = Input(1, {5, 5});
+    const Tensor bias = Input(2, {5});
+    {
+      const torch::NoGradGuard no_grad;
+      plain->weight.copy_(weight);
+      plain->bias.copy_(bias);
+    }
+    ExpectThrows<c10::ValueError>(
+        [&] {
+          materialize(model, [&](Module& module) {
+            module.as<Linear>()->weight.copy_(weight);
+          });
+        },
+        {"has not written 'bias'"});
+    materialize(model, [&](Module& module) {
+      EXPECT_TRUE(torch::equal(module.as<Linear>()->weight, weight));
+      module.as<Linear>()->bias.copy_(bias);
+    });
+    ExpectParameters(*model, *plain);
+  });
+}
+
+// Above the shards: one group, in the dtype of its shards, and over several ranks
+// at most another one.
 TEST(MaterializeDetails, PeakIsOneGroupAboveTheShardsAndOneToScatter) {
   constexpr int64_t kDim = 256;
   for (const int world_size : {1, 2, 4}) {
-    RunRanks(world_size, [&](RankContext& rank) {
-      MemoryCounter memory;
-      Stack model = MakeOnMeta(kDim);
-      ShardStack(model, rank.options());
-      // Flat shards have none yet.
-      EXPECT_LT(memory.live(), 16 << 10);
-      memory.ResetPeak();
-      materialize(model, Init(1));
-      int64_t shards = 0;
-      int64_t largest = 0;
-      for (const auto& module : model->modules()) {
-        const auto state = fully_shard.state(module);
-        if (state == nullptr) continue;
-        shards += static_cast<int64_t>(state->group()->sharded_bytes());
-        largest = std::max(
-            largest, static_cast<int64_t>(state->group()->unsharded_bytes()));
-      }
-      constexpr int64_t kSmall = 64 << 10;  // buffers and flags
-      const int64_t groups = world_size == 1 ? 1 : 2;
-      EXPECT_LE(memory.peak(), shards + groups * largest + kSmall);
-      EXPECT_GE(memory.peak(), shards + largest / 2);
-      EXPECT_LE(memory.live(), shards + kSmall);
-    });
+    for (const bool cast : {false, true}) {
+      RunRanks(world_size, [&](RankContext& rank) {
+        MemoryCounter memory;
+        Stack model = MakeOnMeta(kDim);
+        ShardStack(model, cast ? CastOptions(rank.options(), "Ragged")
+                               : rank.options());
+        // Flat shards have none yet.
+        EXPECT_LT(memory.live(), 16 << 10);
+        memory.ResetPeak();
+        materialize(model, Init(1));
+        int64_t shards = 0;
+        int64_t largest = 0;
+        for (const auto& module : model->modules()) {
+          const auto state = fully_shard.state(module);
+          if (state == nullptr) continue;
+          const auto bytes =
+              static_cast<int64_t>(state->group()->sharded_bytes());
+          shards += bytes;
+          largest = std::max(largest, bytes * world_size);
+        }
+        constexpr int64_t kSmall = 64 << 10;  // buffers and flags
+        const int64_t groups = world_size == 1 ? 1 : 2;
+        EXPECT_LE(memory.peak(), shards + groups * largest + kSmall);
+        EXPECT_GE(memory.peak(), shards + largest / 2);
+        EXPECT_LE(memory.live(), shards + kSmall);
+      });
+    }
   }
 }
 
