@@ -107,18 +107,18 @@ StateDict full_state_dict(const ModuleRef& module) {
   return result;
 }
 
-void load_full_state_dict(const ModuleRef& module, const StateDict& state_dict,
-                          bool strict) {
+LoadResult load_full_state_dict(const ModuleRef& module,
+                                const StateDict& state_dict, bool strict) {
   const c10::InferenceMode normal_mode(false);
   const at::NoGradGuard no_grad;
   const auto items = Items(*module);
-  std::vector<std::string> missing;
+  LoadResult result;
   std::vector<std::string> misshapen;
   StateDict unexpected = state_dict;
   for (const auto& item : items) {
     const at::Tensor* value = state_dict.find(item.fqn);
     if (value == nullptr) {
-      missing.push_back(item.fqn);
+      result.missing.push_back(item.fqn);
       continue;
     }
     unexpected.erase(item.fqn);
@@ -127,15 +127,13 @@ void load_full_state_dict(const ModuleRef& module, const StateDict& state_dict,
                                    ", got ", value->sizes(), ")"));
     }
   }
-  if (!strict) {
-    missing.clear();
-    unexpected.clear();
-  }
+  result.unexpected = unexpected.keys();
+  const bool fits = result.missing.empty() && result.unexpected.empty();
   TORCH_CHECK_VALUE(
-      missing.empty() && unexpected.is_empty() && misshapen.empty(),
+      (fits || !strict) && misshapen.empty(),
       "load_full_state_dict: the state dict does not fit the module ",
-      module->name(), ". Missing: [", absl::StrJoin(missing, ", "),
-      "]. Unexpected: [", absl::StrJoin(unexpected.keys(), ", "),
+      module->name(), ". Missing: [", absl::StrJoin(result.missing, ", "),
+      "]. Unexpected: [", absl::StrJoin(result.unexpected, ", "),
       "]. Of another shape: [", absl::StrJoin(misshapen, ", "),
       "]. Nothing was loaded; pass strict=false to skip missing and "
       "unexpected names.");
@@ -171,6 +169,7 @@ void load_full_state_dict(const ModuleRef& module, const StateDict& state_dict,
     item.param->CopyRowsFrom(
         *value, group.segments()[item.param->segment()].flat_shard);
   }
+  return result;
 }
 
 }  // namespace composable

@@ -11,6 +11,7 @@
 #include <torch/csrc/api/include/torch/ordered_dict.h>
 
 #include <string>
+#include <vector>
 
 #include "composable/module_ref.h"
 
@@ -24,11 +25,19 @@ using StateDict = torch::OrderedDict<std::string, at::Tensor>;
 // backward.
 StateDict full_state_dict(const ModuleRef& module);
 
+// Names that a load did not use, each in its order.
+struct LoadResult {
+  std::vector<std::string> missing;     // of the module, and not loaded
+  std::vector<std::string> unexpected;  // of the state dict
+};
+
 // Copies whole values into the module's parameters (each rank its own rows) and
-// buffers; those on the meta device get memory first. No communication: every rank passes the same `state_dict`. Throws
-// c10::ValueError, listing all names and shapes that differ, before anything is
-// changed; with `strict` false, missing and unexpected names are skipped.
-void load_full_state_dict(const ModuleRef& module, const StateDict& state_dict,
-                          bool strict = true);
+// buffers; those on the meta device get memory first. No communication: every
+// rank passes the same `state_dict`. Throws c10::ValueError, listing all names
+// and shapes that differ, before anything is changed; with `strict` false,
+// missing and unexpected names are skipped and returned.
+LoadResult load_full_state_dict(const ModuleRef& module,
+                                const StateDict& state_dict,
+                                bool strict = true);
 
 }  // namespace composable

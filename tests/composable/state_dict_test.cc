@@ -283,7 +283,14 @@ TEST(StateDictErrorsTest, NotStrictLoadsWhatFits) {
     part.insert("body.weight", torch::full({3, 5}, 2.0));
     part.insert("norm.running_mean", torch::full({3}, 3.0));
     part.insert("stranger", torch::ones({1}));
-    load_full_state_dict(model, part, /*strict=*/false);
+    const LoadResult result =
+        load_full_state_dict(model, part, /*strict=*/false);
+    EXPECT_EQ(result.unexpected, std::vector<std::string>{"stranger"});
+    std::vector<std::string> missing;
+    for (const auto& item : expected) {
+      if (!part.contains(item.key())) missing.push_back(item.key());
+    }
+    EXPECT_EQ(result.missing, missing);
     expected["body.weight"] = part["body.weight"];
     expected["norm.running_mean"] = part["norm.running_mean"];
     ExpectEqual(full_state_dict(model), expected);
