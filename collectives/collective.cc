@@ -89,7 +89,8 @@ c10::intrusive_ptr<c10d::Work> Post(c10d::Backend& backend,
       std::vector<at::Tensor> outputs{std::move(output)};
       std::vector<std::vector<at::Tensor>> inputs;
       if (backend.getRank() == 0) {
-        inputs.push_back(input.split(collective.part_numel));
+        inputs.push_back(
+            input.reshape({backend.getSize(), collective.part_numel}).unbind());
       }
       return backend.scatter(outputs, inputs);
     }

@@ -249,15 +249,26 @@ void Communicator::Broadcast(at::Tensor tensor,
   Start(collective, std::move(tensor), at::Tensor())->Wait();
 }
 
-void Communicator::Scatter(at::Tensor output, at::Tensor input,
+void Communicator::Scatter(const at::Tensor& output, const at::Tensor& input,
                            const CollectiveLabelPtr& label) {
   TORCH_INTERNAL_ASSERT(rank_ != 0 || input.numel() == output.numel() * size_);
   if (size_ == 1) {
     output.copy_(input);
     return;
   }
-  const Collective collective(CollectiveKind::kScatter, output, label);
-  Start(collective, std::move(output), std::move(input))->Wait();
+  constexpr int64_t kPieces = 16;
+  constexpr int64_t kSmallestPiece = 4096;
+  const int64_t numel = output.numel();
+  const int64_t most =
+      std::max(kSmallestPiece, (numel + kPieces - 1) / kPieces);
+  for (int64_t at = 0; at < numel; at += most) {
+    const int64_t piece = std::min(most, numel - at);
+    const at::Tensor mine = output.narrow(0, at, piece);
+    const Collective collective(CollectiveKind::kScatter, mine, label);
+    at::Tensor all;
+    if (rank_ == 0) all = input.view({size_, numel}).narrow(1, at, piece);
+    Start(collective, mine, std::move(all))->Wait();
+  }
 }
 
 }  // namespace composable

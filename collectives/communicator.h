@@ -102,8 +102,9 @@ class Communicator {
   void Broadcast(at::Tensor tensor, const CollectiveLabelPtr& label = nullptr);
 
   // output = rank 0's input[rank * n, (rank + 1) * n), n = output.numel();
-  // `input` may be undefined on other ranks. Returns when done.
-  void Scatter(at::Tensor output, at::Tensor input,
+  // `input` may be undefined on other ranks. Both are flat. Returns when done.
+  // In pieces, because Gloo has memory of the size of its input beside it.
+  void Scatter(const at::Tensor& output, const at::Tensor& input,
                const CollectiveLabelPtr& label = nullptr);
 
   // Two communicators of one process group compare equal.

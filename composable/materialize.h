@@ -42,9 +42,9 @@ namespace composable {
 // rounded.
 //
 // One group is whole at a time, in the dtype of its shards: the peak above the
-// shards is the largest group, and over several ranks up to another one.
-// A group whose modules are not next to each
-// other, as those of a root before and after the blocks, is gathered again.
+// shards is the largest group, and what is on its way, a sixteenth of it. A group
+// whose modules are not next to each other, as those of a root before and after
+// the blocks, is gathered again.
 //
 // Throws c10::ValueError that lists the parameters and buffers that `init_fn`
 // has not written, if there are some; they stay without values, all others have

@@ -132,8 +132,9 @@ LoadResult load_full_state_dict(const ModuleRef& module,
   TORCH_CHECK_VALUE(
       (fits || !strict) && misshapen.empty(),
       "load_full_state_dict: the state dict does not fit the module ",
-      module->name(), ". Missing: [", absl::StrJoin(result.missing, ", "),
-      "]. Unexpected: [", absl::StrJoin(result.unexpected, ", "),
+      module->name(), ". Missing: [",
+      strict ? absl::StrJoin(result.missing, ", ") : "", "]. Unexpected: [",
+      strict ? absl::StrJoin(result.unexpected, ", ") : "",
       "]. Of another shape: [", absl::StrJoin(misshapen, ", "),
       "]. Nothing was loaded; pass strict=false to skip missing and "
       "unexpected names.");

@@ -57,15 +57,11 @@ TEST(HeaderExamplesOfValues, FullParameters) {
   EXPECT_EQ(model->parameters()[0].const_data_ptr<float>()[0], 0);
 }
 
-TEST(HeaderExamplesOfValues, OffloadPolicy) {
-  const auto group = composable::init_process_group(
-      c10::make_intrusive<c10d::HashStore>(), 0, 1);
-  torch::nn::Linear block(3, 5);
+[[maybe_unused]] void Offload(const torch::nn::Linear& block) {
   // example-begin state/offload_policy.h
   composable::fully_shard(block, composable::FullyShardOptions().offload_policy(
                                      composable::CPUOffloadPolicy()));
   // example-end
-  EXPECT_EQ(group->getSize(), 1);
 }
 
 TEST(HeaderExamplesOfValues, GradScaler) {

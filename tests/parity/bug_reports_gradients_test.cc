@@ -316,5 +316,19 @@ TEST(BugReportTest, TwoRowsAreCutAlongTheirLengthByShardOne) {
   });
 }
 
+TEST(BugReportTable, Example) {
+  // example-begin tests/parity/bug_reports.h
+  const std::vector<composable::BugReport> cases{composable::Matches(
+      "LinearLayer", {1, 2}, [] { return torch::nn::Linear(3, 4); },
+      [](auto& model, const FullyShardOptions& options) {
+        composable::fully_shard(model, options);
+      },
+      [](auto& model, int r) {
+        return model(composable::Input(r, {2, 3})).pow(2).sum();
+      })};
+  // example-end
+  RunOnAllWorldSizes(cases.front());
+}
+
 }  // namespace
 }  // namespace composable
