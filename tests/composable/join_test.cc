@@ -174,17 +174,26 @@ TEST(JoinTest, CallsOutsideOfPassesWhereRanksHoldDifferentGroups) {
     const auto forward = [&] {
       model(Input(rank.rank, {3, 4}), Route{rank.rank, (rank.rank + 1) % 3});
     };
+    // A collective of the program's own: no rank may be in another one.
+    const auto meet = [&] {
+      std::vector<at::Tensor> ones{torch::ones({1})};
+      rank.group->allreduce(ones)->wait();
+      EXPECT_EQ(ones[0].item<float>(), 3);
+    };
     const at::Tensor weight = full_state_dict(model)["expert1.weight"];
     {
       const torch::NoGradGuard no_grad;
       forward();
       EXPECT_TRUE(full_state_dict(model)["expert1.weight"].equal(weight));
+      meet();
       forward();
       handles[1].unshard();
+      meet();
       EXPECT_TRUE(model->experts[1]->weight.equal(weight));
       handles[1].reshard();
       forward();
       const FullParameters whole(model);
+      meet();
       EXPECT_TRUE(model->experts[1]->weight.equal(weight));
     }
     root.set_manual_backward_finalization(true);
@@ -192,6 +201,7 @@ TEST(JoinTest, CallsOutsideOfPassesWhereRanksHoldDifferentGroups) {
     model(Input(rank.rank, {3, 4}), Route{rank.rank}).sum().backward();
     root.set_requires_gradient_sync(true);
     root.finalize_backward();
+    meet();
     for (const auto& item : model->named_parameters()) {
       EXPECT_TRUE(item.value().grad().defined()) << item.key();
     }
@@ -200,6 +210,7 @@ TEST(JoinTest, CallsOutsideOfPassesWhereRanksHoldDifferentGroups) {
     root.set_requires_gradient_sync(false);
     model(Input(rank.rank, {3, 4}), Route{rank.rank}).sum().backward();
     root.synchronize_gradients();
+    meet();
     for (const auto& item : model->named_parameters()) {
       EXPECT_TRUE(item.value().grad().defined()) << item.key();
     }
