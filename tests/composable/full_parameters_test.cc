@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "state/fsdp_state.h"
+#include "tests/composable/ranks_and_groups.h"
 #include "tests/composable/semantics.h"
 
 namespace composable {
@@ -19,21 +20,10 @@ int64_t GroupsInMemory(const ModuleRef& module) {
   return fsdp_stats(module).unsharded_param_bytes;
 }
 
-class FullParametersTest
-    : public testing::TestWithParam<std::tuple<int, Groups>> {
- protected:
-  int world_size() const { return std::get<0>(GetParam()); }
-  Groups groups() const { return std::get<1>(GetParam()); }
-};
+class FullParametersTest : public RanksAndGroupsTest {};
 
-INSTANTIATE_TEST_SUITE_P(All, FullParametersTest,
-                         testing::Combine(testing::Values(1, 2, 3),
-                                          testing::Values(Groups::kOne,
-                                                          Groups::kPerModule)),
-                         [](const auto& info) {
-                           return Name(std::get<1>(info.param)) +
-                                  std::to_string(std::get<0>(info.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(All, FullParametersTest, RanksAndGroups(),
+                         NameOfRanksAndGroups);
 
 // Three ranks share rows of 7, 7 and 3.
 TEST_P(FullParametersTest, EditsOfAnyKindReachTheShards) {

@@ -6,6 +6,7 @@
 #include <limits>
 #include <string>
 
+#include "tests/composable/ranks_and_groups.h"
 #include "tests/composable/semantics.h"
 
 namespace composable {
@@ -28,20 +29,11 @@ void SpoilOn(int owner, RankContext& rank, Module& module, double value) {
   }
 }
 
-class GradScalerTest : public testing::TestWithParam<std::tuple<int, Groups>> {
- protected:
-  int world_size() const { return std::get<0>(GetParam()); }
-  Groups groups() const { return std::get<1>(GetParam()); }
-};
-
-INSTANTIATE_TEST_SUITE_P(All, GradScalerTest,
-                         testing::Combine(testing::Values(1, 2, 3),
-                                          testing::Values(Groups::kOne,
-                                                          Groups::kPerModule)),
-                         [](const auto& info) {
-                           return Name(std::get<1>(info.param)) +
-                                  std::to_string(std::get<0>(info.param));
-                         });
+// example-begin tests/composable/ranks_and_groups.h
+class GradScalerTest : public RanksAndGroupsTest {};
+INSTANTIATE_TEST_SUITE_P(All, GradScalerTest, RanksAndGroups(),
+                         NameOfRanksAndGroups);
+// example-end
 
 // A scale that is a power of two changes no bit of what is unscaled.
 TEST_P(GradScalerTest, TrainsAsWithoutIt) {
